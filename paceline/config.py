@@ -1,0 +1,113 @@
+"""Every knob once: name, default, unit, meaning, and the limit it must respect. Command-line flags are generated from
+these declarations; nothing is overwritten after construction."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from .errors import ConfigError
+
+BLOCK_SIZES = (16, 32, 64)
+WEIGHT_FORMS = ("f32", "bf16", "int8", "int4")
+KV_DTYPES = ("f32", "bf16")
+
+
+def knob(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, least: float | None = None,
+         most: float | None = None, flag: bool = True) -> Any:
+    """Declares one knob. `least` and `most` are inclusive; a default of None means the value is derived."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most, "flag": flag})
+
+
+def _check(config: Any) -> None:
+    for declared in fields(config):
+        _check_one(declared, getattr(config, declared.name))
+
+
+def _check_one(declared: Field[Any], value: Any) -> None:
+    meta = declared.metadata
+    if not meta or value is None:
+        return
+    if meta["choices"] is not None and value not in meta["choices"]:
+        raise ConfigError(f"{declared.name}={value!r} is unknown; choose from {list(meta['choices'])}")
+    if meta["least"] is not None and not value >= meta["least"]:    # `not >=` also refuses NaN
+        raise ConfigError(f"{declared.name} must be at least {meta['least']}, got {value}")
+    if meta["most"] is not None and not value <= meta["most"]:
+        raise ConfigError(f"{declared.name} must be at most {meta['most']}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What to serve and in which numbers."""
+
+    model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, or dummy:NAME", flag=False)
+    dtype: str = knob("auto", "packed form of the weights; auto keeps the source's own", choices=("auto", *WEIGHT_FORMS))
+    kv_dtype: str = knob("bf16", "number format of keys and values in the cache", choices=KV_DTYPES)
+    max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's own limit", least=2)
+    num_threads: int | None = knob(None, "compute threads; default: one per usable core", least=1, most=256)
+    isa: str = knob("auto", "instruction-set path: auto, portable, avx2, avx512, or numpy (the slow reference)",
+                    choices=("auto", "portable", "avx2", "avx512", "numpy"))
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """KV memory: how much, in what pieces, what is reused."""
+
+    block_size: int = knob(16, "tokens a KV block holds", choices=BLOCK_SIZES)
+    num_kv_blocks: int | None = knob(None, "KV blocks in the pool; default: what kv_memory_bytes holds", least=1)
+    kv_memory_bytes: int = knob(1 << 30, "bytes for the KV pool when num_kv_blocks is not given", least=1)
+    prefix_cache: str = knob("hash", "reuse of equal prompt prefixes: none or hash")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Who runs next. The names resolve in build.py; presets.py bundles them."""
+
+    max_num_seqs: int = knob(64, "requests running at once", least=1, most=4096)
+    max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1, most=1 << 20)
+    watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
+    regime: str = knob("continuous", "when requests may join the running batch")
+    ordering: str = knob("fcfs", "who is admitted first: fcfs or priority")
+    admission: str = knob("watermark", "what must be free before a request starts")
+    preemption: str = knob("recompute", "what happens when blocks run out")
+    victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival or lowest_priority")
+    chunking: str = knob("fixed", "how a step's token budget is split")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP door."""
+
+    host: str = knob("127.0.0.1", "address to listen on")
+    port: int = knob(8000, "TCP port; 0 takes a free one", least=0, most=65535)
+    served_model_name: str | None = knob(None, "name clients use, aliases after commas; default: the MODEL argument")
+    transport: str = knob("thread", "where the engine loop runs: thread or process", choices=("thread", "process"))
+    max_queue: int = knob(1024, "requests accepted and unfinished before 429", least=1)
+    max_body_bytes: int = knob(16 << 20, "largest request body; larger ones get 413", least=1024)
+    max_json_depth: int = knob(64, "deepest nesting of a request body", least=4, most=512)
+    grace_seconds: float = knob(30.0, "after SIGTERM, seconds for running requests to finish", least=0.0)
+    stall_seconds: float = knob(120.0, "health turns 503 when work waits and no step ended for this long", least=1.0)
+    strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
+    strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
+    api_key: str | None = knob(None, "require this key on every route except health and version")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
