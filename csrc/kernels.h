@@ -1,0 +1,123 @@
+// The table of kernels of one instruction-set path. Each path compiles the same units (linear.cpp, elementwise.cpp,
+// attention.cpp, sample.cpp) with its own flags inside its own namespace; program.cpp picks a table at run time.
+//
+// Every function works on a part of its output that the caller names (rows, strips, heads), so that any split of the work
+// over threads gives the same bits: an output element is one reduction over K in one order, done by one call.
+//
+// Units compiled per path include nothing but <cstdint>, <cstddef>, <cstring> and intrinsics: a std template instantiated
+// with wide flags could be the copy the linker keeps for everybody.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paceline {
+
+enum class Form : int32_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+
+constexpr int kStrip = 16;    // outputs a strip holds, one per lane
+constexpr int kGroup = 32;    // inputs that share a scale in int8 and int4
+
+// Packed weights, the same bytes on every path. num_outputs is padded to strips with zero weights.
+//   f32   [strip][k][16] f32
+//   bf16  [strip][k/2][16][2] bf16                                    (num_inputs even)
+//   int8  [strip][k/32] { u8 [8 quads][16 outputs][4] = w + 128; f16 d[16] }           w_real = d * w
+//   int4  [strip][k/32] { u8 [4][16 outputs][4]: low nibble quad 2j, high nibble quad 2j+1; f16 d[16]; f16 m[16] }
+//                                                                                       w_real = d * q + m
+struct Weight {
+  Form form;
+  int64_t num_outputs;     // real outputs
+  int64_t num_inputs;
+  int64_t num_strips;      // ceil(num_outputs / 16)
+  const uint8_t* data;     // 64-byte aligned
+};
+
+constexpr int64_t int8_block_bytes = 32 * 16 + 2 * 16;
+constexpr int64_t int4_block_bytes = 16 * 16 + 2 * 16 + 2 * 16;
+
+// A linear's input rows, prepared for a weight form. Only the members its form needs are set.
+//   f32: x.   bf16: bf16 (rounded to nearest even).
+//   int8, int4: q = round(x / scale) with scale = max|x| / 127 of the row's group of 32; scaled_sum = scale * sum(q).
+struct Activations {
+  const float* x;               // [rows][num_inputs]
+  uint16_t* bf16;               // [rows][num_inputs]
+  int8_t* q;                    // [rows][num_inputs]
+  float* scale;                 // [rows][num_inputs / 32]
+  float* scaled_sum;            // [rows][num_inputs / 32]
+  int32_t* sum;                 // [rows][num_inputs / 32]
+};
+
+// Where keys and values live. A block is one contiguous piece over all layers:
+//   [layer][block_size / 16] { K of all heads, then V of all heads } for 16 tokens
+//   bf16: K [head][dim / 2][16 tokens][2]     V [head][8 token pairs][dim][2]
+//   f32:  K [head][dim][16 tokens]            V [head][16 tokens][dim]
+struct KVCache {
+  uint8_t* data;
+  int32_t num_layers, num_kv_heads, head_dim, block_size, num_blocks;
+  bool is_bf16;
+  int64_t bytes_per_block;
+};
+
+// One step's tokens, read only.
+struct Batch {
+  int32_t num_tokens, num_rows, num_wanted, max_blocks;
+  const int32_t* token_ids;        // [T]
+  const int32_t* positions;        // [T]
+  const int32_t* row_starts;       // [R + 1]
+  const int32_t* row_of_token;     // [T]
+  const int32_t* block_tables;     // [R][max_blocks]
+  const int32_t* wanted;           // [W]
+};
+
+struct Sampling {
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const uint64_t* seed;
+  const uint32_t* prompt_index;
+  const uint32_t* choice_index;
+  const uint64_t* position;
+  const uint8_t* wants_logprob;
+};
+
+// Attention works in chunks of 64 keys inside segments of 512, both at absolute positions. One segment of one query head
+// leaves (m, l, o[head_dim]); segments are always merged left to right.
+constexpr int kChunk = 64;
+constexpr int kSegment = 512;
+
+struct KernelTable {
+  const char* name;
+  int max_tile_rows;               // the largest row tile of any linear kernel on this path
+
+  // elementwise.cpp: rows [first, last)
+  void (*embed)(const Weight& w, const int32_t* token_ids, float* out, int64_t first, int64_t last);
+  void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last);
+  void (*silu_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
+  void (*add)(float* x, const float* y, int64_t width, int64_t first, int64_t last);
+  void (*prepare)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
+
+  // linear.cpp: rows [first_row, last_row) x strips [first_strip, last_strip); out row stride in floats; bias may be null
+  void (*linear)(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride,
+                 int64_t first_row, int64_t last_row, int64_t first_strip, int64_t last_strip);
+
+  // attention.cpp: tokens [first, last)
+  void (*rope_write_kv)(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
+                        int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
+  // Query tokens [first, last) of one row and one KV head, segments [first_segment, last_segment): partials into
+  // `partials` [(token, head in group, segment)][2 + head_dim] (layout fixed in attention.cpp).
+  void (*attend)(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
+                 int32_t row, int64_t first, int64_t last, int32_t kv_head, float* out);
+
+  // sample.cpp: one row of logits
+  int32_t (*sample)(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
+                    void* scratch);
+  size_t (*sample_scratch_bytes)(int64_t vocab_size);
+};
+
+extern const KernelTable kernels_portable;
+#if defined(__x86_64__)
+extern const KernelTable kernels_avx2;
+extern const KernelTable kernels_avx512;
+#endif
+
+}  // namespace paceline

@@ -1,0 +1,116 @@
+"""The recorded program: verbs over buffers, written once at load by model/decoder.py and run every step.
+
+A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T) or the tokens whose logits are wanted
+("wanted", W). The verbs, with their inputs -> output:
+
+  embed            weight packed [V, H]                       -> x [T, H]      x[t] = weight[token_ids[t]]
+  rms_norm         x [*, H], weight f32 [H], eps              -> y [*, H]      y = x / sqrt(mean(x^2) + eps) * weight
+  linear           x [*, K], packed [N, K], bias f32 [N]?     -> columns [out_column, out_column + N) of y [*, M]
+  rope_write_kv    qkv [T, (Hq + 2 Hk) D], rope f32 [P, D]    -> q [T, Hq D]
+                   rotates halves (rope[p] = cos[D/2] then sin[D/2] at position p), writes rotated k and v to the cache
+                   of `layer` in the cache's dtype
+  paged_attention  q [T, Hq D]                                -> y [T, Hq D]
+                   causal, over the cache of `layer`, GQA, scores times `scale`
+  silu_mul         gate_up [T, 2 I]                           -> y [T, I]      y = silu(gate) * up
+  add              x [T, H], y [T, H]                         -> x             x += y
+  select_wanted    x [T, H]                                   -> y [W, H]
+  sample           logits [W, V]                              -> (token ids and log-probabilities of the step)
+
+Block copies of a step run before its first node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+VERBS = (
+    "embed", "rms_norm", "linear", "rope_write_kv", "paged_attention", "silu_mul", "add", "select_wanted", "sample",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    buffer_id: int
+    rows: str      # "tokens" or "wanted"
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One verb. weights are keys into Program.weights; attrs are plain numbers."""
+
+    verb: str
+    inputs: tuple[int, ...]
+    output: int | None
+    weights: tuple[str, ...] = ()
+    attrs: Mapping[str, float | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """weights: PackedLinear for matrices, float32 ndarrays for vectors and tables."""
+
+    buffers: tuple[Buffer, ...]
+    nodes: tuple[Node, ...]
+    weights: Mapping[str, Any]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+class ProgramRecorder:
+    """Writes a Program: one method a verb, each returning the buffer it fills."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int) -> None:
+        self._shape = (num_heads, num_kv_heads, head_dim, vocab_size)
+        self._buffers: list[Buffer] = []
+        self._nodes: list[Node] = []
+        self._weights: dict[str, Any] = {}
+
+    def buffer(self, rows: str, width: int) -> Buffer:
+        made = Buffer(len(self._buffers), rows, width)
+        self._buffers.append(made)
+        return made
+
+    def weight(self, name: str, value: Any) -> str:
+        self._weights[name] = value
+        return name
+
+    def embed(self, weight: str, out: Buffer) -> Buffer:
+        return self._add("embed", (), out, (weight,))
+
+    def rms_norm(self, x: Buffer, weight: str, eps: float, out: Buffer) -> Buffer:
+        return self._add("rms_norm", (x,), out, (weight,), eps=eps)
+
+    def linear(self, x: Buffer, weight: str, out: Buffer, out_column: int = 0, bias: str | None = None) -> Buffer:
+        return self._add("linear", (x,), out, (weight,) if bias is None else (weight, bias), out_column=out_column)
+
+    def rope_write_kv(self, qkv: Buffer, rope: str, layer: int, out: Buffer) -> Buffer:
+        return self._add("rope_write_kv", (qkv,), out, (rope,), layer=layer)
+
+    def paged_attention(self, q: Buffer, layer: int, scale: float, out: Buffer) -> Buffer:
+        return self._add("paged_attention", (q,), out, (), layer=layer, scale=scale)
+
+    def silu_mul(self, gate_up: Buffer, out: Buffer) -> Buffer:
+        return self._add("silu_mul", (gate_up,), out)
+
+    def add(self, x: Buffer, y: Buffer) -> Buffer:
+        return self._add("add", (x, y), x)
+
+    def select_wanted(self, x: Buffer, out: Buffer) -> Buffer:
+        return self._add("select_wanted", (x,), out)
+
+    def sample(self, logits: Buffer) -> None:
+        self._add("sample", (logits,), None)
+
+    def finish(self) -> Program:
+        return Program(tuple(self._buffers), tuple(self._nodes), dict(self._weights), *self._shape)
+
+    def _add(self, verb: str, inputs: tuple[Buffer, ...], out: Buffer | None, weights: tuple[str, ...] = (),
+             **attrs: float | int) -> Any:
+        ids = tuple(buffer.buffer_id for buffer in inputs)
+        self._nodes.append(Node(verb, ids, None if out is None else out.buffer_id, weights, attrs))
+        return out
