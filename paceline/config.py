@@ -16,7 +16,8 @@ KV_DTYPES = ("f32", "bf16")
 def knob(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, least: float | None = None,
          most: float | None = None, flag: bool = True) -> Any:
     """Declares one knob. `least` and `most` are inclusive; a default of None means the value is derived."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most, "flag": flag})
+    limits = {"choices": choices, "least": least, "most": most}
+    return field(default=default, metadata={"help": help, "flag": flag, **limits})
 
 
 def _check(config: Any) -> None:
@@ -41,9 +42,9 @@ class ModelConfig:
     """What to serve and in which numbers."""
 
     model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, or dummy:NAME", flag=False)
-    dtype: str = knob("auto", "packed form of the weights; auto keeps the source's own", choices=("auto", *WEIGHT_FORMS))
+    dtype: str = knob("auto", "packed form of the weights; auto: the source's own", choices=("auto", *WEIGHT_FORMS))
     kv_dtype: str = knob("bf16", "number format of keys and values in the cache", choices=KV_DTYPES)
-    max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's own limit", least=2)
+    max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's limit", least=2)
     num_threads: int | None = knob(None, "compute threads; default: one per usable core", least=1, most=256)
     isa: str = knob("auto", "instruction-set path: auto, portable, avx2, avx512, or numpy (the slow reference)",
                     choices=("auto", "portable", "avx2", "avx512", "numpy"))
@@ -70,7 +71,8 @@ class SchedulerConfig:
     """Who runs next. The names resolve in build.py; presets.py bundles them."""
 
     max_num_seqs: int = knob(64, "requests running at once", least=1, most=4096)
-    max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1, most=1 << 20)
+    max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1,
+                                       most=1 << 20)
     watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
     regime: str = knob("continuous", "when requests may join the running batch")
     ordering: str = knob("fcfs", "who is admitted first: fcfs or priority")
