@@ -27,6 +27,10 @@ class Choices:
             self._unborn[parent.request_id] = indexes
             self._parent_of_unborn.update(dict.fromkeys(indexes, parent.request_id))
 
+    @property
+    def has_unborn(self) -> bool:
+        return bool(self._unborn)
+
     def is_expecting(self, request: Request) -> bool:
         return request.num_choices > 1 and request.request_id in self._unborn
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ..kv.manager import KVCacheManager
 from ..request import Request
+from .outputs import EngineStats
 
 
 class Counters:
@@ -38,3 +40,19 @@ class Counters:
 
     def ended(self, request: Request) -> None:
         self._num_once_computed.pop(request.request_id, None)
+
+    def stats(self, kv: KVCacheManager, *, num_running: int, num_waiting: int) -> EngineStats:
+        return EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_blocks=kv.num_blocks,
+            num_free_blocks=kv.num_free_blocks,
+            num_cached_blocks=kv.pool.num_cached_blocks,
+            num_preemptions=self.num_preemptions,
+            num_steps=self.num_steps,
+            num_prompt_tokens_computed=self.num_prompt_tokens_computed,
+            num_generation_tokens=self.num_generation_tokens,
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+        )

@@ -79,3 +79,16 @@ def timeline_of(request: Request, finished_at: float) -> RequestTimeline:
         finished_at=finished_at,
         num_preemptions=request.num_preemptions,
     )
+
+
+def aborted_before_birth(parent: Request, request_id: str, choice_index: int, now: float) -> RequestOutput:
+    """The end of a choice whose parent was still computing the prompt."""
+    return RequestOutput(
+        request_id=request_id,
+        choice_index=choice_index,
+        token_ids=(),
+        finish_reason=FinishReason.ABORT,
+        num_prompt_tokens=parent.num_prompt_tokens,
+        num_cached_tokens=parent.num_cached_tokens,
+        timeline=timeline_of(parent, now),
+    )

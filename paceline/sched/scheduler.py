@@ -22,7 +22,7 @@ from .counters import Counters
 from .finish import Finish, FinishRules, append_tokens
 from .limits import check_fits, limits_of
 from .ordering import OrderingKey, WaitQueue
-from .outputs import EngineStats, RequestOutput, output_of, timeline_of
+from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
 from .plan import (
     Preempted,
     Refusal,
@@ -131,21 +131,7 @@ class Scheduler:
         self.running.sort(key=lambda request: policies.ordering.key(request, view))
 
     def stats(self) -> EngineStats:
-        counters = self._counters
-        return EngineStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_blocks=self.kv.num_blocks,
-            num_free_blocks=self.kv.num_free_blocks,
-            num_cached_blocks=self.kv.pool.num_cached_blocks,
-            num_preemptions=counters.num_preemptions,
-            num_steps=counters.num_steps,
-            num_prompt_tokens_computed=counters.num_prompt_tokens_computed,
-            num_generation_tokens=counters.num_generation_tokens,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            num_recomputed_tokens=counters.num_recomputed_tokens,
-        )
+        return self._counters.stats(self.kv, num_running=len(self.running), num_waiting=len(self.waiting))
 
     def check(self) -> None:
         """Raises InvariantError unless requests, queues and blocks agree. For tests and debugging."""
@@ -292,11 +278,10 @@ class Scheduler:
         for request in self._ended_in_flight:
             self.kv.free(request)
         self._ended_in_flight.clear()
-        for row in plan.rows:
-            request = self._requests.get(row.request_id)
-            if request is not None and request.num_choices > 1:
+        if self._choices.has_unborn:                        # after all ends: those who ended make place for children
+            for request in tuple(self.running):
                 self._fork_if_due(request, self._view(now))
-        self._observe(plan, result, outputs)
+        self._observe(plan, result)
         return outputs
 
     def _advance(
@@ -315,18 +300,16 @@ class Scheduler:
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
         if finish is not None:
             self._end(request, finish, now)
+            self.observations.num_finished += 1
+            self.observations.num_finished_output_tokens += request.num_output_tokens
         logprobs = None if result.logprobs is None else result.logprobs[:num_taken]
         outputs.append(output_of(request, result.token_ids[:num_taken], logprobs))
 
-    def _observe(self, plan: SchedulerOutput, result: StepResult, outputs: list[RequestOutput]) -> None:
-        observations = self.observations
-        observations.num_steps += 1
-        observations.num_step_tokens += plan.num_tokens
-        observations.step_seconds += result.duration_seconds
+    def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
         self._counters.num_steps += 1
-        for output in outputs:
-            if output.finish_reason is not None:
-                observations.num_finished += 1
+        self.observations.num_steps += 1
+        self.observations.num_step_tokens += plan.num_tokens
+        self.observations.step_seconds += result.duration_seconds
 
     # --- one way in, one way out
 
@@ -393,9 +376,5 @@ class Scheduler:
             cancelled = self._choices.cancel(child_id)
             if cancelled is not None:
                 parent_id, choice_index = cancelled
-                parent = self._requests[parent_id]
-                timeline = timeline_of(parent, now)
-                outputs.append(RequestOutput(request_id=child_id, choice_index=choice_index, token_ids=(),
-                                             finish_reason=FinishReason.ABORT, timeline=timeline,
-                                             num_prompt_tokens=parent.num_prompt_tokens))
+                outputs.append(aborted_before_birth(self._requests[parent_id], child_id, choice_index, now))
         return outputs
