@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..request import FinishReason, SamplingParams, StopMatch
+from ..request import SamplingParams
+from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
+
+__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "RequestOutput", "RequestTimeline", "Stop",
+           "Stopped", "Submit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,50 +44,6 @@ class Stop:
 
 
 Message: TypeAlias = Submit | Abort | Stop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTimeline:
-    """When things happened to one request, in seconds on the engine's clock."""
-
-    arrived_at: float
-    first_scheduled_at: float | None
-    first_token_at: float | None
-    finished_at: float
-    num_preemptions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What one step brought to one choice. `timeline` comes with the finish."""
-
-    request_id: str
-    choice_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop: StopMatch | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    timeline: RequestTimeline | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges after a step and counters since start."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int             # free or cached: can be given out
-    num_cached_blocks: int           # of the free ones, how many still hold a reusable prefix
-    num_preemptions: int             # counters from here on
-    num_steps: int
-    num_prompt_tokens_computed: int
-    num_generation_tokens: int
-    prefix_cache_queries: int        # tokens
-    prefix_cache_hits: int           # tokens
-    num_recomputed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
