@@ -37,11 +37,10 @@ def cgroup_directories(root: Path, membership: Path = Path("/proc/self/cgroup"))
 
 
 def _cpu_quota(directory: Path) -> float | None:
-    quota, period = (_text(directory / "cpu.max").split() + ["", ""])[:2]
-    if not quota:
-        quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
-    if quota.strip().isdigit() and period.strip().isdigit() and int(period) > 0:
-        return int(quota) / int(period)
+    numbers = _text(directory / "cpu.max").split()
+    numbers = numbers or [_text(directory / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    if all(number.isdigit() and int(number) > 0 for number in numbers):
+        return int(numbers[0]) / int(numbers[1])
     return None    # "max", -1 or no such file
 
 

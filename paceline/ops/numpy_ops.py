@@ -8,6 +8,7 @@ and values are rounded to the cache's dtype; activations are not rounded, where 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class NumpyBackend:
 
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         values = np.concatenate([rounded_to_form(source, form) for source in sources])
-        return PackedLinear(form, *values.shape, num_bytes=values.nbytes, payload=values)
+        return PackedLinear(form, len(values), values.shape[1], values.nbytes, values)
 
     def unpack(self, packed: PackedLinear) -> F32:
         values: F32 = packed.payload
@@ -63,8 +64,7 @@ class NumpyKVCache:
     def __init__(self, kv: KVSpec) -> None:
         self.spec = kv
         shape = (kv.num_blocks, kv.num_layers, 2, kv.block_size, kv.num_kv_heads, kv.head_dim)
-        self.blocks: NDArray[np.float32] | NDArray[np.uint16] = np.zeros(
-            shape, np.float32 if kv.dtype == "f32" else np.uint16)
+        self.blocks: NDArray[Any] = np.zeros(shape, np.float32 if kv.dtype == "f32" else np.uint16)
 
     @classmethod
     def empty(cls) -> NumpyKVCache:
@@ -79,7 +79,8 @@ class NumpyKVCache:
 
     def read(self, layer: int, block_ids: NDArray[np.int32], num_tokens: int) -> tuple[F32, F32]:
         """Keys and values of the first num_tokens tokens behind a block table, each [num_tokens, Hk, D]."""
-        gathered = self.blocks[block_ids[: -(-num_tokens // self.spec.block_size)], layer]    # [blocks, 2, slots, Hk, D]
+        num_blocks = -(-num_tokens // self.spec.block_size)
+        gathered = self.blocks[block_ids[:num_blocks], layer]    # [blocks, 2, slots, Hk, D]
         keys, values = (gathered[:, which].reshape(-1, *gathered.shape[3:])[:num_tokens] for which in (0, 1))
         if self.spec.dtype == "f32":
             return keys, values
@@ -117,7 +118,8 @@ class NumpyStep:
         return int(node.attrs[name])
 
     def block_table(self, token: int) -> NDArray[np.int32]:
-        return self.batch.block_tables[self.row_of_token[token]]
+        table: NDArray[np.int32] = self.batch.block_tables[self.row_of_token[token]]
+        return table
 
 
 def embed(step: NumpyStep, node: Node) -> None:
