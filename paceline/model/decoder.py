@@ -19,6 +19,8 @@ Progress = Callable[[int, int], None]    # bytes packed so far, bytes in all
 # dtype "auto": the form that holds a source's own values. Only F16 -> bf16 loses (3 of its 11 significant bits).
 AUTO_FORMS = {"F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 
+FORM_BITS = {"f32": 32, "bf16": 16, "int8": 8.5, "int4": 5}    # a weight, scales included
+
 
 def form_of(source_type: str, dtype: str) -> str:
     """The packed form of a matrix: the named one, or with "auto" the source's own."""
@@ -156,6 +158,12 @@ def rope_table(num_positions: int, head_dim: int, theta: float) -> NDArray[np.fl
     frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     angles = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def estimated_weights_bytes(weights: Weights, dtype: str) -> int:
+    """Bytes the matrices will take once packed, known before they are."""
+    sources = [w for w in weights.values() if isinstance(w, SourceTensor)]
+    return sum(int(w.num_outputs * w.num_inputs * FORM_BITS[form_of(w.source_type, dtype)]) // 8 for w in sources)
 
 
 def weights_bytes(program: Program) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from .interface import KVSpec, PackedLinear, SourceTensor, StepRunner
 from .machine import usable_cores
 from .program import Program
@@ -48,7 +48,10 @@ class CpuBackend:
 
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         num_inputs = sources[0].num_inputs
-        payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources])
+        try:
+            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources])
+        except ValueError as error:
+            raise ModelError(f"{', '.join(s.name for s in sources)}: {error}") from error
         return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload)
 
     def unpack(self, packed: PackedLinear) -> NDArray[np.float32]:

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from .dequantize import bf16_bits, dequantize, from_bf16_bits
 from .interface import SourceTensor
 
 F32 = NDArray[np.float32]
 GROUP = 32
+INPUTS_MULTIPLE = {"f32": 1, "bf16": 2, "int8": GROUP, "int4": GROUP}
 LOSSLESS = {"f32": {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"}, "bf16": {"BF16"}, "int8": {"Q8_0"},
             "int4": {"Q4_0", "Q4_1"}}
 
@@ -27,10 +28,16 @@ def rounded_to_form(source: SourceTensor, form: str) -> F32:
     """The values of a weight in a packed form, float32 [num_outputs, num_inputs]."""
     if form not in ROUNDERS:
         raise ConfigError(f"dtype={form!r} is unknown; choose from {list(ROUNDERS)}")
-    if form in ("int8", "int4") and source.num_inputs % GROUP:
-        raise ConfigError(f"dtype={form!r} packs inputs in groups of {GROUP}; {source.name} has {source.num_inputs}")
+    if source.num_inputs % INPUTS_MULTIPLE[form]:
+        raise ModelError(f"{source.name}: dtype {form} needs a multiple of {INPUTS_MULTIPLE[form]} inputs, "
+                         f"got {source.num_inputs}")
     values = dequantize(source)
-    return values if source.source_type in LOSSLESS[form] else ROUNDERS[form](values)
+    if source.source_type not in LOSSLESS[form]:
+        with np.errstate(over="ignore", invalid="ignore"):    # refused below
+            values = ROUNDERS[form](values)
+    if not np.isfinite(values).all():
+        raise ModelError(f"{source.name}: holds values that are not finite, or too large for dtype {form}")
+    return values
 
 
 def _to_f32(values: F32) -> F32:
@@ -44,7 +51,7 @@ def to_bf16(values: F32) -> F32:
 def to_int8(values: F32) -> F32:
     groups = values.reshape(-1, GROUP)
     d = _f16(np.abs(groups).max(axis=1, keepdims=True) / np.float32(127))
-    return (d * _quants((groups), d, -127, 127)).reshape(values.shape)
+    return (d * _quants(groups, d, -127, 127)).reshape(values.shape)
 
 
 def to_int4(values: F32) -> F32:

@@ -51,6 +51,14 @@ def kv_bytes(kv: KVSpec) -> int:
     return kv.num_blocks * kv.bytes_per_block
 
 
+def check_weights_memory(weights_bytes: int, available_bytes: int | None = None) -> None:
+    """Refuses, before anything is packed, weights that will not fit."""
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    if available is not None and weights_bytes > available:
+        raise ConfigError(f"the weights take {weights_bytes} bytes, {available} bytes are available; "
+                          "choose a smaller dtype (int8, int4) or model")
+
+
 def check_kv_memory(kv: KVSpec, available_bytes: int | None = None) -> None:
     """Refuses a pool larger than the memory that is free now (weights loaded). available_bytes: for tests; default:
     what the machine and its control groups say."""
