@@ -1,12 +1,12 @@
 """The reference sampler: one token from one row of logits, in the order every path must follow.
 
-  1. A row with a logit that is not finite draws -1.
-  2. temperature 0: the largest logit, ties to the lowest id.
-  3. Logits over temperature, softmax.
+  1. A row with a NaN, or whose largest logit is not finite, draws -1. (-inf below the largest is a token ruled out.)
+  2. temperature 0, or so low that the largest logit over it overflows: the largest logit, ties to the lowest id.
+  3. scaled = logit / temperature in float32; a token weighs e^(scaled - largest) in float32, sums are in float64.
   4. top_k keeps the k largest, ties to the lowest ids.
   5. top_p keeps, of what top_k left, the shortest prefix in (logit descending, id ascending) order whose mass reaches
      top_p of theirs; at least one.
-  6. The draw walks the kept tokens in id order and takes the first whose running mass exceeds u times the total.
+  6. The draw walks the kept tokens in id order and takes the first at which the running mass exceeds u times the total.
 
 u is a counter-based uniform: Philox4x32-10 keyed by the seed, counted by (position, prompt index, choice index). It
 depends on nothing else, so a draw can be repeated anywhere.
@@ -35,19 +35,19 @@ def sample_batch(logits: NDArray[np.float32], sampling: SamplingBatch) -> tuple[
 
 def sample_reference(logits: NDArray[np.float32], sampling: SamplingBatch, index: int) -> int:
     """Draws the token of row `index`."""
-    if not np.isfinite(logits).all():
+    if np.isnan(logits).any() or not np.isfinite(logits.max()):
         return -1
     temperature = np.float32(sampling.temperature[index])
-    if temperature == 0:
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scaled = logits / temperature
+    if temperature <= 0 or not np.isfinite(scaled.max()):
         return int(np.argmax(logits))
-    scaled = (logits / temperature).astype(np.float32)
-    if not np.isfinite(scaled).all():    # a temperature so low that the quotient overflows is greedy
-        return int(np.argmax(logits))
-    mass = np.exp((scaled - scaled.max()).astype(np.float64))
+    mass = np.exp(scaled - scaled.max()).astype(np.float64)
     kept = keep_top(scaled, mass, int(sampling.top_k[index]), float(sampling.top_p[index]))
+    kept = kept[mass[kept] > 0]
     running = np.cumsum(mass[kept])
     drawn = int(np.searchsorted(running, uniform(sampling, index) * running[-1], side="right"))
-    return int(kept[min(drawn, len(kept) - 1)])
+    return int(kept[min(drawn, len(kept) - 1)])    # rounding may leave u times the total at the total
 
 
 def keep_top(scaled: NDArray[np.float32], mass: NDArray[np.float64], top_k: int, top_p: float) -> NDArray[np.int64]:
