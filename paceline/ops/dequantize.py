@@ -15,13 +15,15 @@ from ..errors import ModelError
 from .interface import SourceTensor
 
 F32 = NDArray[np.float32]
-BLOCK_INPUTS = 32
+BLOCKS: dict[str, tuple[int, int]] = {    # inputs and bytes of one block
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34),
+}
 
 
 def dequantize(source: SourceTensor) -> F32:
     """The values of a weight, float32 [num_outputs, num_inputs], rows in packed order."""
     if source.source_type not in DEQUANTIZERS:
-        raise ModelError(f"{source.name}: source type {source.source_type!r} is not read; known: {list(DEQUANTIZERS)}")
+        raise ModelError(f"{source.name}: source type {source.source_type!r} has no dequantiser; known: {list(DEQUANTIZERS)}")
     expected = (source.num_outputs, row_bytes(source.source_type, source.num_inputs))
     if source.raw.shape != expected:
         raise ModelError(f"{source.name}: {source.source_type} [{source.num_outputs}, {source.num_inputs}] takes "
@@ -33,11 +35,10 @@ def dequantize(source: SourceTensor) -> F32:
 
 def row_bytes(source_type: str, num_inputs: int) -> int:
     """Bytes of one output row."""
-    if source_type not in BLOCK_BYTES:
-        return num_inputs * (4 if source_type == "F32" else 2)
-    if num_inputs % BLOCK_INPUTS:
-        raise ModelError(f"{source_type} rows hold a multiple of {BLOCK_INPUTS} inputs, not {num_inputs}")
-    return num_inputs // BLOCK_INPUTS * BLOCK_BYTES[source_type]
+    block_inputs, block_bytes = BLOCKS[source_type]
+    if num_inputs % block_inputs:
+        raise ModelError(f"{source_type} rows hold a multiple of {block_inputs} inputs, not {num_inputs}")
+    return num_inputs // block_inputs * block_bytes
 
 
 def bf16_bits(values: F32) -> NDArray[np.uint16]:
@@ -88,6 +89,5 @@ def _nibbles(packed: NDArray[np.uint8]) -> F32:
 
 
 DEQUANTIZERS: dict[str, Callable[[NDArray[np.uint8]], F32]] = {
-    "F32": _f32, "F16": _f16, "BF16": _bf16, "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1,
+    "F32": _f32, "F16": _f16, "BF16": _bf16, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0,
 }
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
