@@ -23,7 +23,7 @@ BLOCKS: dict[str, tuple[int, int]] = {    # inputs and bytes of one block
 def dequantize(source: SourceTensor) -> F32:
     """The values of a weight, float32 [num_outputs, num_inputs], rows in packed order."""
     if source.source_type not in DEQUANTIZERS:
-        raise ModelError(f"{source.name}: source type {source.source_type!r} has no dequantiser; known: {list(DEQUANTIZERS)}")
+        raise ModelError(f"{source.name}: type {source.source_type!r} has no dequantiser; known: {list(DEQUANTIZERS)}")
     expected = (source.num_outputs, row_bytes(source.source_type, source.num_inputs))
     if source.raw.shape != expected:
         raise ModelError(f"{source.name}: {source.source_type} [{source.num_outputs}, {source.num_inputs}] takes "
