@@ -14,7 +14,7 @@ from ..ops.interface import Backend, PackedLinear, SourceTensor
 from ..ops.program import Buffer, Program, ProgramRecorder
 from .spec import ModelSpec, Weights
 
-Progress = Callable[[int, int], None]    # bytes packed so far, bytes in all
+Progress = Callable[[int, int], None]    # weights packed so far, weights in all
 
 # dtype "auto": the form that holds a source's own values. Only F16 -> bf16 loses (3 of its 11 significant bits).
 AUTO_FORMS = {"F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
@@ -39,7 +39,8 @@ def record_decoder(spec: ModelSpec, weights: Weights, backend: Backend, dtype: s
     if max_model_len > spec.max_position:
         raise ConfigError(f"max_model_len={max_model_len} exceeds the model's limit of {spec.max_position} tokens")
     recorder = ProgramRecorder(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
-    packer = WeightPacker(weights, backend, dtype, recorder, progress)
+    packer = WeightPacker(weights, backend, dtype, recorder)
+    packer.report_to(progress, num_matrix_weights(spec))
     buffers = DecoderBuffers(spec, recorder)
 
     embedding = packer.matrix("embed", spec.vocab_size, spec.hidden_size)
@@ -97,14 +98,18 @@ class DecoderBuffers:
 
 
 class WeightPacker:
-    """Takes weights by name, checks their shapes, packs them and enters them into the program."""
+    """Takes weights by name, checks their shapes, packs them and enters them into the program.
 
-    def __init__(self, weights: Weights, backend: Backend, dtype: str, recorder: ProgramRecorder,
-                 progress: Progress | None) -> None:
+    Each is asked for once and let go when packed: a Weights mapping may make its values on access.
+    """
+
+    def __init__(self, weights: Weights, backend: Backend, dtype: str, recorder: ProgramRecorder) -> None:
         self._weights, self._backend, self._dtype, self._recorder = weights, backend, dtype, recorder
-        self._progress = progress
-        self._done_bytes = 0
-        self._total_bytes = sum(w.raw.nbytes for w in weights.values() if isinstance(w, SourceTensor))
+        self._progress: Progress | None = None
+        self._num_packed = self._num_total = 0
+
+    def report_to(self, progress: Progress | None, num_total: int) -> None:
+        self._progress, self._num_total = progress, num_total
 
     def vector(self, name: str, width: int) -> str:
         return self._recorder.weight(name, self._vector(name, width))
@@ -130,9 +135,9 @@ class WeightPacker:
 
     def _pack(self, name: str, sources: list[SourceTensor]) -> str:
         packed = self._backend.pack(sources, form_of(sources[0].source_type, self._dtype))
-        self._done_bytes += sum(source.raw.nbytes for source in sources)
+        self._num_packed += packed.num_outputs * packed.num_inputs
         if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes)
+            self._progress(self._num_packed, self._num_total)
         return self._recorder.weight(name, packed)
 
     def _source(self, name: str, num_outputs: int, num_inputs: int) -> SourceTensor:
@@ -160,10 +165,29 @@ def rope_table(num_positions: int, head_dim: int, theta: float) -> NDArray[np.fl
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
 
-def estimated_weights_bytes(weights: Weights, dtype: str) -> int:
-    """Bytes the matrices will take once packed, known before they are."""
-    sources = [w for w in weights.values() if isinstance(w, SourceTensor)]
-    return sum(int(w.num_outputs * w.num_inputs * FORM_BITS[form_of(w.source_type, dtype)]) // 8 for w in sources)
+def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
+    """Canonical name ("layers.0." standing for all layers) -> outputs, inputs, how many there are."""
+    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width),
+              "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    outside = ("embed",) if spec.has_tied_head else ("embed", "head")
+    return {**{"layers.0." + name: (*shape, layers) for name, shape in shapes.items()},
+            **{name: (spec.vocab_size, hidden, 1) for name in outside}}
+
+
+def num_matrix_weights(spec: ModelSpec) -> int:
+    return sum(outputs * inputs * count for outputs, inputs, count in matrix_shapes(spec).values())
+
+
+def estimated_weights_bytes(spec: ModelSpec, weights: Weights, dtype: str) -> int:
+    """Bytes the matrices will take once packed, known before they are; all layers taken to be like the first."""
+    total = 0.0
+    for name, (outputs, inputs, count) in matrix_shapes(spec).items():
+        source = weights.get(name)
+        if isinstance(source, SourceTensor):    # record_decoder refuses the others
+            total += outputs * inputs * count * FORM_BITS[form_of(source.source_type, dtype)] / 8
+    return int(total)
 
 
 def weights_bytes(program: Program) -> int:

@@ -135,8 +135,9 @@ def test_progress_reaches_the_total() -> None:
     program = record_decoder(spec, weights, NumpyBackend(), "f32", 64, lambda done, total: seen.append((done, total)))
     done, totals = zip(*seen, strict=True)
     assert list(done) == sorted(done) and done[-1] == totals[0] and len(set(totals)) == 1
-    assert weights_bytes(program) >= done[-1] == estimated_weights_bytes(weights, "f32")
-    assert estimated_weights_bytes(weights, "int4") == done[-1] * 5 // 32
+    assert weights_bytes(program) >= 4 * done[-1] == estimated_weights_bytes(spec, weights, "f32")
+    assert estimated_weights_bytes(spec, weights, "int4") == done[-1] * 5 // 8
+    assert estimated_weights_bytes(spec, weights, "auto") == 4 * done[-1]
 
 
 def test_rope_angles_are_computed_in_double() -> None:
