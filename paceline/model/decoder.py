@@ -173,7 +173,7 @@ def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
               "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     outside = ("embed",) if spec.has_tied_head else ("embed", "head")
     return {**{"layers.0." + name: (*shape, layers) for name, shape in shapes.items()},
-            **{name: (spec.vocab_size, hidden, 1) for name in outside}}
+            **dict.fromkeys(outside, (spec.vocab_size, hidden, 1))}
 
 
 def num_matrix_weights(spec: ModelSpec) -> int:
