@@ -1,0 +1,63 @@
+"""The C++ backend: a thin binding on `paceline._kernels`. Its program runs a whole step in one call, without the GIL.
+
+The extension may be missing (no compiler at install); this module can be imported all the same and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, ModelError
+from .interface import KVSpec, PackedLinear, SourceTensor, StepRunner
+from .machine import usable_cores
+from .program import Program
+
+MISSING = "the compiled kernels (paceline._kernels) are missing"
+
+
+def load_kernels() -> Any | None:
+    """The extension module; None where it was not built. One that is there but does not load is an error."""
+    try:
+        return importlib.import_module("paceline._kernels")
+    except ModuleNotFoundError:
+        return None
+
+
+class CpuBackend:
+    """Kernels of one instruction-set path. path "auto" takes the best one this machine runs."""
+
+    def __init__(self, path: str = "auto", num_threads: int | None = None) -> None:
+        kernels = load_kernels()
+        if kernels is None:
+            raise ConfigError(f"isa={path!r}: {MISSING}; choose numpy, or install a compiler and reinstall")
+        paths = list(kernels.paths())    # best first
+        if path != "auto" and path not in paths:
+            raise ConfigError(f"isa={path!r} does not run on this machine; choose from {['auto', *paths, 'numpy']}")
+        self._kernels: Any = kernels
+        self._path = paths[0] if path == "auto" else path
+        self.num_threads = usable_cores() if num_threads is None else num_threads
+
+    @property
+    def path_name(self) -> str:
+        return f"cpu-{self._path}"
+
+    def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
+        num_inputs = sources[0].num_inputs
+        try:
+            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources])
+        except ValueError as error:
+            raise ModelError(f"{', '.join(s.name for s in sources)}: {error}") from error
+        return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload)
+
+    def unpack(self, packed: PackedLinear) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = self._kernels.unpack(packed.payload)
+        return values
+
+    def bind(self, program: Program, kv: KVSpec) -> StepRunner:
+        runner: StepRunner = self._kernels.Runner(self._path, self.num_threads, program, kv)
+        return runner
