@@ -19,6 +19,7 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::linear,
     PACELINE_ISA::rope_write_kv,
     PACELINE_ISA::attend,
+    PACELINE_ISA::merge_segments,
     PACELINE_ISA::sample,
     PACELINE_ISA::sample_scratch_bytes,
 };

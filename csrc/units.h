@@ -27,7 +27,9 @@ void linear(const Weight& w, const Activations& a, const float* bias, float* out
 void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
                    int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
 void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
-            int32_t row, int64_t first, int64_t last, int32_t kv_head, float* out);
+            const AttendJob& job, float* out, float* partials);
+void merge_segments(const float* partials, int32_t partial_segments, int32_t num_segments, int32_t head_dim,
+                    int32_t first_head, int32_t last_head, float* out);
 
 int32_t sample(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
                void* scratch);
