@@ -40,6 +40,7 @@ PL_INLINE i32x16 add_i32(i32x16 a, i32x16 b) { return {_mm256_add_epi32(a.lo, b.
 PL_INLINE i32x16 sub_i32(i32x16 a, i32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 PL_INLINE i32x16 and_i32(i32x16 a, i32x16 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 PL_INLINE i32x16 or_i32(i32x16 a, i32x16 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+PL_INLINE i32x16 xor_i32(i32x16 a, i32x16 b) { return {_mm256_xor_si256(a.lo, b.lo), _mm256_xor_si256(a.hi, b.hi)}; }
 template <int n> PL_INLINE i32x16 shift_left(i32x16 a) {
   return {_mm256_slli_epi32(a.lo, n), _mm256_slli_epi32(a.hi, n)};
 }
@@ -104,6 +105,16 @@ PL_INLINE void store_first(float* to, f32x16 a, int n) {
   _mm256_maskstore_ps(to + 8, _mm256_castps_si256(m.hi), a.hi);
 }
 
+// The low byte of each lane.
+PL_INLINE void store_low_i8(int8_t* to, i32x16 a) {
+  const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                        0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i lo = _mm256_shuffle_epi8(a.lo, pick), hi = _mm256_shuffle_epi8(a.hi, pick);
+  const __m256i both = _mm256_unpacklo_epi32(lo, hi);    // dwords: lanes 0-3, 8-11, then 4-7, 12-15 in the upper half
+  const __m128i joined = _mm_unpacklo_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), joined);
+}
+
 // --- 16-bit floats ---
 PL_INLINE i32x16 load_u16(const uint16_t* from) {
   const __m128i* p = reinterpret_cast<const __m128i*>(from);
@@ -124,17 +135,35 @@ PL_INLINE f32x16 load_f16(const uint16_t* from) {
 PL_INLINE i32x16 load_quad(const int8_t* four) { int32_t q; memcpy(&q, four, 4); return set1_i32(q); }
 PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4); return set1_i32(q); }
 
-// vpmaddubsw would saturate at 255 * 127 * 2, so even and odd bytes are widened to 16 bits: vpmaddwd never saturates here.
-PL_INLINE __m256i dot_quads_half(__m256i acc, __m256i w, __m256i x) {
+// A group's integer dot product. vpmaddubsw would saturate at 255 * 127 * 2, so even and odd bytes are widened to 16 bits:
+// vpmaddwd never saturates here.
+typedef i32x16 group_dot;
+PL_INLINE group_dot start_dot(int32_t from) { return set1_i32(from); }
+PL_INLINE __m256i add_quad_half(__m256i acc, __m256i w, __m256i x_even, __m256i x_odd) {
   const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(0xff));
   const __m256i w_odd = _mm256_srli_epi16(w, 8);
-  const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
-  const __m256i x_odd = _mm256_srai_epi16(x, 8);
   acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w_even, x_even));
   return _mm256_add_epi32(acc, _mm256_madd_epi16(w_odd, x_odd));
 }
-PL_INLINE i32x16 dot_quads(i32x16 acc, i32x16 w, i32x16 x) {
-  return {dot_quads_half(acc.lo, w.lo, x.lo), dot_quads_half(acc.hi, w.hi, x.hi)};
+PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
+  const __m256i x = load_quad(four).lo;
+  const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
+  const __m256i x_odd = _mm256_srai_epi16(x, 8);
+  return {add_quad_half(acc.lo, w.lo, x_even, x_odd), add_quad_half(acc.hi, w.hi, x_even, x_odd)};
+}
+PL_INLINE f32x16 finish_dot(group_dot acc) { return to_f32(acc); }
+
+// The same for weights of at most 15: a group's sum in 16-bit halves stays below 8 * 2 * 15 * 128 < 2^15.
+struct group_dot4 { __m256i lo, hi; };
+PL_INLINE group_dot4 start_dot4() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) {
+  const __m256i x = load_quad(four).lo;
+  return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
+          _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+}
+PL_INLINE f32x16 finish_dot4(group_dot4 acc) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return to_f32(i32x16{_mm256_madd_epi16(acc.lo, ones), _mm256_madd_epi16(acc.hi, ones)});
 }
 
 PL_INLINE void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }

@@ -31,6 +31,7 @@ PL_INLINE i32x16 add_i32(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v
 PL_INLINE i32x16 sub_i32(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 PL_INLINE i32x16 and_i32(i32x16 a, i32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
 PL_INLINE i32x16 or_i32(i32x16 a, i32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+PL_INLINE i32x16 xor_i32(i32x16 a, i32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
 template <int n> PL_INLINE i32x16 shift_left(i32x16 a) { return {_mm512_slli_epi32(a.v, n)}; }
 template <int n> PL_INLINE i32x16 shift_right(i32x16 a) { return {_mm512_srli_epi32(a.v, n)}; }
 template <int n> PL_INLINE i32x16 shift_right_signed(i32x16 a) { return {_mm512_srai_epi32(a.v, n)}; }
@@ -62,6 +63,11 @@ PL_INLINE i32x16 select_i32(mask16 m, i32x16 a, i32x16 b) { return {_mm512_mask_
 PL_INLINE f32x16 load_first(const float* from, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n).v, from)}; }
 PL_INLINE void store_first(float* to, f32x16 a, int n) { _mm512_mask_storeu_ps(to, first_lanes(n).v, a.v); }
 
+// The low byte of each lane.
+PL_INLINE void store_low_i8(int8_t* to, i32x16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(a.v));
+}
+
 // --- 16-bit floats ---
 PL_INLINE i32x16 load_u16(const uint16_t* from) {
   return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
@@ -81,19 +87,8 @@ PL_INLINE f32x16 load_f16(const uint16_t* from) {
 typedef int32_t any_i32 __attribute__((may_alias));
 typedef float any_f32 __attribute__((may_alias));
 
-PL_INLINE i32x16 load_quad(const int8_t* four) { int32_t q; memcpy(&q, four, 4); return set1_i32(q); }
 PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4); return set1_i32(q); }
 
-PL_INLINE i32x16 dot_quads(i32x16 acc, i32x16 w, i32x16 x) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
-  return acc;
-}
-PL_INLINE i32x16 dot_quads_at(i32x16 acc, i32x16 w, const int8_t* four) {
-  asm("vpdpbusd %2%{1to16%}, %1, %0"
-      : "+v"(acc.v)
-      : "v"(w.v), "m"(*reinterpret_cast<const any_i32*>(four)));
-  return acc;
-}
 PL_INLINE f32x16 dot_pairs(f32x16 acc, i32x16 w, i32x16 x) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(w.v), "v"(x.v));
   return acc;
@@ -110,6 +105,22 @@ PL_INLINE f32x16 fma_at(f32x16 acc, f32x16 w, const float* one) {
       : "v"(w.v), "m"(*reinterpret_cast<const any_f32*>(one)));
   return acc;
 }
+
+// A group's integer dot product.
+typedef i32x16 group_dot;
+PL_INLINE group_dot start_dot(int32_t from) { return set1_i32(from); }
+PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0"
+      : "+v"(acc.v)
+      : "v"(w.v), "m"(*reinterpret_cast<const any_i32*>(four)));
+  return acc;
+}
+PL_INLINE f32x16 finish_dot(group_dot acc) { return to_f32(acc); }
+// The same for weights of at most 15 (which other machines add up more cheaply).
+typedef group_dot group_dot4;
+PL_INLINE group_dot4 start_dot4() { return start_dot(0); }
+PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) { return add_quad(acc, w, four); }
+PL_INLINE f32x16 finish_dot4(group_dot4 acc) { return to_f32(acc); }
 
 PL_INLINE void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
 PL_INLINE void prefetch_l2(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1); }

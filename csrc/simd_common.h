@@ -26,7 +26,6 @@ PL_INLINE f32x16 dot_pairs(f32x16 acc, i32x16 w, i32x16 x) {
   return fma(as_f32(and_i32(w, high)), as_f32(and_i32(x, high)), acc);
 }
 PL_INLINE f32x16 dot_pairs_at(f32x16 acc, i32x16 w, const uint16_t* two) { return dot_pairs(acc, w, load_pair(two)); }
-PL_INLINE i32x16 dot_quads_at(i32x16 acc, i32x16 w, const int8_t* four) { return dot_quads(acc, w, load_quad(four)); }
 PL_INLINE f32x16 fma_at(f32x16 acc, f32x16 w, const float* one) { return fma(w, set1(*one), acc); }
 #endif
 

@@ -32,6 +32,7 @@ PL_INLINE i32x16 add_i32(i32x16 a, i32x16 b) { PL_EACH a.p[i] = (v4i)((v4u)a.p[i
 PL_INLINE i32x16 sub_i32(i32x16 a, i32x16 b) { PL_EACH a.p[i] = (v4i)((v4u)a.p[i] - (v4u)b.p[i]); return a; }
 PL_INLINE i32x16 and_i32(i32x16 a, i32x16 b) { PL_EACH a.p[i] = a.p[i] & b.p[i]; return a; }
 PL_INLINE i32x16 or_i32(i32x16 a, i32x16 b) { PL_EACH a.p[i] = a.p[i] | b.p[i]; return a; }
+PL_INLINE i32x16 xor_i32(i32x16 a, i32x16 b) { PL_EACH a.p[i] = a.p[i] ^ b.p[i]; return a; }
 template <int n> PL_INLINE i32x16 shift_left(i32x16 a) { PL_EACH a.p[i] = (v4i)((v4u)a.p[i] << n); return a; }
 template <int n> PL_INLINE i32x16 shift_right(i32x16 a) { PL_EACH a.p[i] = (v4i)((v4u)a.p[i] >> n); return a; }
 template <int n> PL_INLINE i32x16 shift_right_signed(i32x16 a) { PL_EACH a.p[i] = a.p[i] >> n; return a; }
@@ -85,6 +86,11 @@ PL_INLINE f32x16 load_first(const float* from, int n) {
 }
 PL_INLINE void store_first(float* to, f32x16 a, int n) { memcpy(to, &a, 4 * static_cast<size_t>(n)); }
 
+// The low byte of each lane.
+PL_INLINE void store_low_i8(int8_t* to, i32x16 a) {
+  for (int lane = 0; lane < 16; ++lane) to[lane] = static_cast<int8_t>(a.p[lane / 4][lane % 4] & 0xff);
+}
+
 // --- 16-bit floats ---
 PL_INLINE i32x16 load_u16(const uint16_t* from) {
   i32x16 r;
@@ -107,21 +113,26 @@ PL_INLINE f32x16 load_f16(const uint16_t* from) {
 }
 
 // --- dot products; w holds 16 x 4 u8 or 16 x 2 bf16 ---
-PL_INLINE i32x16 load_quad(const int8_t* four) { int32_t q; memcpy(&q, four, 4); return set1_i32(q); }
 PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4); return set1_i32(q); }
 
-PL_INLINE i32x16 dot_quads(i32x16 acc, i32x16 w, i32x16 x) {
-  for (int lane = 0; lane < 16; ++lane) {
-    uint32_t u = static_cast<uint32_t>(w.p[lane / 4][lane % 4]);
-    uint32_t s = static_cast<uint32_t>(x.p[lane / 4][lane % 4]);
-    int32_t sum = 0;
-    for (int b = 0; b < 4; ++b) {
-      sum += static_cast<int32_t>((u >> (8 * b)) & 0xff) * static_cast<int8_t>((s >> (8 * b)) & 0xff);
-    }
-    acc.p[lane / 4][lane % 4] += sum;
-  }
+// A group's integer dot product, held in floats: every partial sum is below 32 * 255 * 128 < 2^24, so it is exact, and any
+// machine multiplies floats by the vector.
+struct group_dot { f32x16 sum; };
+PL_INLINE group_dot start_dot(int32_t from) { return {set1(static_cast<float>(from))}; }
+PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
+  const i32x16 byte = set1_i32(0xff);
+  acc.sum = fma(to_f32(and_i32(w, byte)), set1(static_cast<float>(four[0])), acc.sum);
+  acc.sum = fma(to_f32(and_i32(shift_right<8>(w), byte)), set1(static_cast<float>(four[1])), acc.sum);
+  acc.sum = fma(to_f32(and_i32(shift_right<16>(w), byte)), set1(static_cast<float>(four[2])), acc.sum);
+  acc.sum = fma(to_f32(shift_right<24>(w)), set1(static_cast<float>(four[3])), acc.sum);
   return acc;
 }
+PL_INLINE f32x16 finish_dot(group_dot acc) { return acc.sum; }
+// The same for weights of at most 15.
+typedef group_dot group_dot4;
+PL_INLINE group_dot4 start_dot4() { return start_dot(0); }
+PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) { return add_quad(acc, w, four); }
+PL_INLINE f32x16 finish_dot4(group_dot4 acc) { return acc.sum; }
 
 PL_INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 PL_INLINE void prefetch_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
