@@ -10,7 +10,7 @@
 #include <map>
 #include <thread>
 
-#include "features.h"
+#include "cpu_features.h"
 #include "pack.h"
 
 namespace nb = nanobind;

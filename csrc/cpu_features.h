@@ -1,3 +1,4 @@
+// (Not features.h: with -I csrc that name would hide the C library's own header.)
 // Which kernel tables this machine can run. Decided once, from the processor, never from the environment.
 #pragma once
 
