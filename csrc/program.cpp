@@ -1,0 +1,1 @@
+// Placeholder until the step runner arrives.
