@@ -8,7 +8,7 @@ from typing import TypeAlias
 from ..request import SamplingParams
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
 
-__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "RequestOutput", "RequestTimeline", "Stop",
+__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "RequestOutput", "RequestTimeline", "Stop",
            "Stopped", "Submit"]
 
 
@@ -46,6 +46,17 @@ class Stop:
 Message: TypeAlias = Submit | Abort | Stop
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The engine is loaded. What its front must know to check requests at the door."""
+
+    max_model_len: int       # tokens of prompt and output together, as far as the pool reaches
+    num_blocks: int
+    block_size: int          # tokens
+    fingerprint: str         # names the numeric path (system_fingerprint)
+    notices: tuple[str, ...] = ()    # what a person should know about this engine, a line each
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """One step's news. `step_num_tokens` and `step_duration_seconds` describe the step itself."""
@@ -68,4 +79,4 @@ class Stopped:
     """The loop has left as asked."""
 
 
-News: TypeAlias = Outputs | Died | Stopped
+News: TypeAlias = Ready | Outputs | Died | Stopped

