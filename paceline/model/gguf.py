@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelError
-from .dequantize import BLOCKS
+from ..ops.dequantize import BLOCKS
 from .fields import Fields
 from .stored import StoredTensor, map_file, num_tensor_bytes
 

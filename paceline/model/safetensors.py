@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..errors import ModelError
-from .dequantize import BLOCKS
+from ..ops.dequantize import BLOCKS
 from .fields import read_json_fields
 from .stored import StoredTensor, map_file, num_tensor_bytes
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelError
+from ..ops.dequantize import BLOCKS, dequantize
 from ..ops.interface import SourceTensor
-from .dequantize import BLOCKS, dequantize
 from .fields import refuse_lfs_pointer
 
 

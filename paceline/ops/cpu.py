@@ -28,6 +28,18 @@ def load_kernels() -> Any | None:
         return None
 
 
+def available_paths() -> list[str]:
+    """Instruction-set paths that run on this machine, best first; none without the compiled kernels."""
+    kernels = load_kernels()
+    return [] if kernels is None else list(kernels.paths())
+
+
+def cpu_features() -> list[str]:
+    """Names of the processor features the kernels look for and found."""
+    kernels = load_kernels()
+    return [] if kernels is None else [name for name, is_there in kernels.cpu_features().items() if is_there]
+
+
 class CpuBackend:
     """Kernels of one instruction-set path. path "auto" takes the best one this machine runs."""
 

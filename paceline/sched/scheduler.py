@@ -10,7 +10,7 @@ A step is schedule -> (an executor runs the plan) -> update. Policies answer, th
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
@@ -122,6 +122,11 @@ class Scheduler:
                     self._end(request, ABORTED, now)
                     outputs.append(output_of(request))
         return outputs
+
+    def output_token_ids(self, request_id: str) -> Sequence[int] | None:
+        """What an unfinished request has generated so far; None for any other."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.output_token_ids
 
     def switch_policies(self, policies: Policies) -> None:
         """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order."""
