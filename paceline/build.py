@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
 from .ops.program import Program
-from .presets import preset_named
+from .presets import engine_config
 from .runner.executor import ModelExecutor
 from .runner.kv_tensors import check_kv_memory, kv_spec
 from .sched.admission import ADMISSIONS
@@ -197,19 +197,30 @@ def llm_around(engine: Engine, model_name: str) -> llm_module.LLM:
 
 def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
     """The engine as a library. knobs are those of ModelConfig, CacheConfig and SchedulerConfig, by name."""
-    bundle = preset_named(preset)
-    values: dict[str, dict[str, Any]] = {
-        "model": {"model": model}, "cache": dict(bundle.cache), "scheduler": dict(bundle.scheduler)}
-    groups: dict[str, Any] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
-    owners = {declared.name: name for name, group in groups.items() for declared in fields(group)}
-    for knob, value in knobs.items():
-        values[choose(owners, knob, "knob")][knob] = value
-    return build_llm(EngineConfig(**{name: group(**values[name]) for name, group in groups.items()}))
+    return build_llm(engine_config(preset, {"model": model, **knobs}))
 
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
-    transport = TRANSPORTS[server.transport](partial(load_engine, config))
+    transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
     return AsyncEngine(transport, partial(served_model, config.model.model), server.max_queue)
+
+
+def serve(config: EngineConfig, server: ServerConfig) -> int:
+    """`paceline serve`. Returns the exit status."""
+    from .server.serve import serve as serve_http    # the HTTP stack is loaded by those who serve
+
+    build_policies(config.scheduler)    # a wrong name is told before anything is loaded
+    opened(config.model.model)
+
+    async def make_engine() -> AsyncEngine:
+        engine = build_async_engine(config, server)
+        await engine.start()
+        await engine.ready()
+        for text in engine.notices:
+            notice(text)
+        return engine
+
+    return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), announce)
 
 
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:

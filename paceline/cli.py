@@ -13,10 +13,10 @@ from typing import Any, get_args, get_type_hints
 
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
-from .presets import PRESETS, preset_named
+from .presets import PRESETS, engine_config
 
 Group = type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[ServerConfig]
-ENGINE_GROUPS: dict[str, Group] = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+ENGINE_GROUPS: tuple[Group, ...] = (ModelConfig, CacheConfig, SchedulerConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def _command(commands: Any, name: str, run: Any, help: str) -> argparse.Argument
     command.add_argument("model", metavar="MODEL", help=_declared(ModelConfig, "model").metadata["help"])
     command.add_argument("--preset", default="paceline", metavar="NAME",
                          help=f"bundle of policies, one of: {', '.join(PRESETS)} (default: paceline)")
-    for group in ENGINE_GROUPS.values():
+    for group in ENGINE_GROUPS:
         _add_knobs(command, group)
     return command
 
@@ -89,13 +89,10 @@ def _metavar(declared: Any) -> str:
     return "|".join(str(choice) for choice in choices) if choices else declared.name.split("_")[-1].upper()
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+def configured(arguments: argparse.Namespace) -> EngineConfig:
     """Preset first, explicit flags over it."""
-    preset = preset_named(arguments.preset)
-    bundles: dict[str, dict[str, Any]] = {
-        "model": {"model": arguments.model}, "cache": dict(preset.cache), "scheduler": dict(preset.scheduler)}
-    return EngineConfig(**{
-        name: group(**(bundles[name] | _given(arguments, group))) for name, group in ENGINE_GROUPS.items()})
+    given = {name: value for group in ENGINE_GROUPS for name, value in _given(arguments, group).items()}
+    return engine_config(arguments.preset, {"model": arguments.model, **given})
 
 
 def _given(arguments: argparse.Namespace, group: Group) -> dict[str, Any]:
@@ -106,14 +103,14 @@ def _given(arguments: argparse.Namespace, group: Group) -> dict[str, Any]:
 def _serve(arguments: argparse.Namespace) -> int:
     from .build import serve
 
-    return serve(engine_config(arguments), ServerConfig(**_given(arguments, ServerConfig)))
+    return serve(configured(arguments), ServerConfig(**_given(arguments, ServerConfig)))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     from .build import build_llm
 
     sampling = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
-    with build_llm(engine_config(arguments)) as llm:
+    with build_llm(configured(arguments)) as llm:
         if arguments.chat:
             completion = llm.chat([[{"role": "user", "content": arguments.prompt}]], show_progress=False, **sampling)[0]
         else:
@@ -128,7 +125,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from .build import describe
 
-    facts = describe(engine_config(arguments))
+    facts = describe(configured(arguments))
     if arguments.json:
         print(json.dumps(facts))
         return 0

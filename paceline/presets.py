@@ -4,9 +4,10 @@ knob given explicitly wins over the preset's."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from .errors import ConfigError
 
 
@@ -47,3 +48,16 @@ def preset_named(name: str) -> Preset:
     if name not in PRESETS:
         raise ConfigError(f"preset={name!r} is unknown; choose from {sorted(PRESETS)}")
     return PRESETS[name]
+
+
+def engine_config(preset_name: str, knobs: Mapping[str, Any]) -> EngineConfig:
+    """The preset's values with the given knobs over them. Raises ConfigError for a knob nobody declares."""
+    preset = preset_named(preset_name)
+    chosen = {**preset.scheduler, **preset.cache, **knobs}
+    groups = (ModelConfig, CacheConfig, SchedulerConfig)
+    owned = [{declared.name for declared in fields(group)} for group in groups]
+    if unknown := sorted(set(chosen).difference(*owned)):
+        raise ConfigError(f"unknown knob {unknown[0]!r}; choose from {sorted(set().union(*owned))}")
+    model, cache, scheduler = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
+    return EngineConfig(
+        model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler))

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from paceline.cli import _parser, engine_config
+from paceline.cli import _parser, configured
 from paceline.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 from paceline.errors import ConfigError
 from paceline.presets import PRESETS, preset_named
@@ -15,7 +15,7 @@ GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig)
 
 
 def parsed(*argv: str):
-    return engine_config(_parser().parse_args(argv))
+    return configured(_parser().parse_args(argv))
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import EngineDead, Overloaded
+from ..errors import ConfigError, EngineDead, Overloaded
+from ..sched.choices import choice_id
 from .messages import Abort, Died, EngineStats, News, Outputs, Ready, RequestOutput, Stop, Stopped, Submit
 from .transport import Transport
 
@@ -43,6 +44,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
     @property
     def is_open(self) -> bool:
         return self._num_open > 0
+
+    def __aiter__(self) -> RequestStream:
+        return self
 
     def abort(self) -> None:
         """The client has left: the engine forgets the request. Harmless when it has finished."""
@@ -89,7 +93,7 @@ class AsyncEngine:
 
     def __init__(self, transport: Transport, make_model: Callable[[Ready], ServedModel], max_queue: int) -> None:
         self.state = "loading"
-        self.failure: str | None = None            # why the engine is dead
+        self.failure: Died | None = None           # why the engine is dead
         self.notices: tuple[str, ...] = ()
         self.layout: Ready | None = None
         self.stats: EngineStats | None = None
@@ -128,11 +132,11 @@ class AsyncEngine:
         self._transport.start(on_news)
 
     async def ready(self) -> None:
-        """Waits until the engine serves. Raises EngineDead if it never will."""
+        """Waits until the engine serves. Raises ConfigError or EngineDead if it never will."""
         while self.state == "loading":
             await self._wait_for_change()
-        if self.state == "dead":
-            raise EngineDead(self.failure or "the engine died")
+        if self.failure is not None:
+            raise (ConfigError if self.failure.is_callers_mistake else EngineDead)(self.failure.reason)
 
     def submit(self, message: Submit) -> RequestStream:
         """Raises Overloaded when the queue is full, EngineDead when nothing can be served."""
@@ -190,7 +194,7 @@ class AsyncEngine:
                 if self.state == "loading":
                     self.state = "ready"
             case Died():
-                self.state, self.failure = "dead", news.reason
+                self.state, self.failure = "dead", news
                 self._close_streams(EngineDead(news.reason))
             case Stopped():
                 self.state = "stopped"
@@ -240,7 +244,3 @@ class AsyncEngine:
         except TimeoutError:
             return
 
-
-def choice_id(request_id: str, choice_index: int) -> str:
-    """The id under which a choice reports: the submit's own for choice 0."""
-    return request_id if choice_index == 0 else f"{request_id}:{choice_index}"

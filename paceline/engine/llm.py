@@ -12,8 +12,9 @@ from tqdm import tqdm
 from ..clock import Clock
 from ..errors import RequestError
 from ..request import SamplingParams, StopMatch, check_sampling
+from ..sched.choices import choice_id
 from ..sched.limits import Limits, check_fits
-from .async_engine import ServedModel, choice_id
+from .async_engine import ServedModel
 from .core import EngineCore
 from .detokenizer import OutputText
 from .messages import RequestOutput, Submit

@@ -8,8 +8,8 @@ from typing import TypeAlias
 from ..request import SamplingParams
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
 
-__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "RequestOutput", "RequestTimeline", "Stop",
-           "Stopped", "Submit"]
+__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "RequestOutput", "RequestTimeline",
+           "Stop", "Stopped", "Submit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,10 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The loop has stopped on an exception; no more Outputs will come."""
+    """The loop has stopped on an exception, or never started; no more Outputs will come."""
 
     reason: str
+    is_callers_mistake: bool = False    # a bad knob or model: one line tells it, no traceback is of use
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+from ..errors import ConfigError, ModelError
 from .core import EngineCore
 from .messages import Abort, Died, Message, News, Ready, Stop, Stopped, Submit
 
@@ -20,8 +21,11 @@ OnNews = Callable[[News], None]
 class LoadedCore(Protocol):
     """A core with what its front must be told, as build.py makes it."""
 
-    core: EngineCore
-    ready: Ready
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def ready(self) -> Ready: ...
 
     def close(self) -> None: ...
 
@@ -61,6 +65,8 @@ def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
         finally:
             loaded.close()
         publish(Stopped())
+    except (ConfigError, ModelError) as mistake:
+        publish(Died(str(mistake), is_callers_mistake=True))
     except BaseException as failure:    # the front must hear of every end, also of KeyboardInterrupt in a child
         traceback.print_exc()
         publish(Died(f"{type(failure).__name__}: {failure}"))

@@ -10,7 +10,8 @@ from ..request import Request
 
 
 def choice_id(parent_id: str, choice_index: int) -> str:
-    return f"{parent_id}:{choice_index}"
+    """The id under which a choice reports: the parent's own for choice 0."""
+    return parent_id if choice_index == 0 else f"{parent_id}:{choice_index}"
 
 
 class Choices:
