@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, ModelError
-from .interface import KVSpec, PackedLinear, SourceTensor, StepRunner
+from ..errors import ConfigError, InvariantError, ModelError
+from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
 from .machine import usable_cores
 from .program import Program
 
+NO_OUTPUT = -1    # what the extension calls a node without one
 MISSING = "the compiled kernels (paceline._kernels) are missing"
 
 
@@ -70,6 +72,40 @@ class CpuBackend:
         values: NDArray[np.float32] = self._kernels.unpack(packed.payload)
         return values
 
-    def bind(self, program: Program, kv: KVSpec) -> StepRunner:
-        runner: StepRunner = self._kernels.Runner(self._path, self.num_threads, program, kv)
-        return runner
+    def bind(self, program: Program, kv: KVSpec) -> CpuRunner:
+        buffers = [(b.buffer_id, b.rows, b.width) for b in program.buffers]
+        nodes = [(n.verb, list(n.inputs), NO_OUTPUT if n.output is None else n.output, list(n.weights), dict(n.attrs))
+                 for n in program.nodes]
+        weights = {name: w.payload if isinstance(w, PackedLinear) else w for name, w in program.weights.items()}
+        try:
+            return CpuRunner(self._kernels.Runner(
+                self._path, self.num_threads, buffers, nodes, weights, program.num_heads, program.num_kv_heads,
+                program.head_dim, program.vocab_size, asdict(kv)))
+        except ValueError as error:
+            raise ConfigError(f"the compiled kernels cannot run this model: {error}") from error
+        except MemoryError as error:
+            raise ConfigError(f"no memory for a KV pool of {kv.num_blocks * kv.bytes_per_block} bytes") from error
+
+
+class CpuRunner:
+    """A program bound to its weights, its KV memory and its threads, all inside the extension."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def step(self, batch: ForwardBatch, wants_logits: bool = False) -> StepOutput:
+        draw = batch.sampling
+        try:
+            return StepOutput(*self._runner.step(
+                batch.token_ids, batch.positions, batch.row_starts, batch.block_tables, batch.wanted, batch.copies,
+                draw.temperature, draw.top_k, draw.top_p, draw.seed, draw.prompt_index, draw.choice_index,
+                draw.position, draw.wants_logprob, wants_logits))
+        except ValueError as error:    # an index out of range; nothing has run
+            raise InvariantError(f"the step's arrays are wrong: {error}") from error
+
+    def poison(self, block_ids: NDArray[np.int32]) -> None:
+        """Fills blocks with NaN, so that a test notices whoever reads them."""
+        self._runner.poison(block_ids)
+
+    def close(self) -> None:
+        self._runner.close()

@@ -15,6 +15,7 @@ from ..errors import ModelError
 from .interface import SourceTensor
 
 F32 = NDArray[np.float32]
+BF16_NAN = np.uint16(0x7FC0)
 BLOCKS: dict[str, tuple[int, int]] = {    # inputs and bytes of one block
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34),
 }
@@ -45,7 +46,7 @@ def bf16_bits(values: F32) -> NDArray[np.uint16]:
     """Rounds to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+    return np.where(np.isnan(values), BF16_NAN, rounded)
 
 
 def from_bf16_bits(bits: NDArray[np.uint16]) -> F32:

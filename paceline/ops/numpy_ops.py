@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .dequantize import bf16_bits, from_bf16_bits
+from .dequantize import BF16_NAN, bf16_bits, from_bf16_bits
 from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
 from .numpy_pack import rounded_to_form
 from .numpy_sampler import sample_batch
@@ -54,6 +54,10 @@ class NumpyRunner:
             VERBS[node.verb](step, node)
         return StepOutput(step.sampled_ids, step.logprobs, step.logits if wants_logits else None)
 
+    def poison(self, block_ids: NDArray[np.int32]) -> None:
+        """Fills blocks with NaN, so that a test notices whoever reads them."""
+        self.cache.poison(block_ids)
+
     def close(self) -> None:
         self.cache = NumpyKVCache.empty()
 
@@ -72,6 +76,9 @@ class NumpyKVCache:
 
     def copy_block(self, source: int, destination: int) -> None:
         self.blocks[destination] = self.blocks[source]
+
+    def poison(self, block_ids: NDArray[np.int32]) -> None:
+        self.blocks[block_ids] = np.nan if self.spec.dtype == "f32" else BF16_NAN
 
     def write(self, layer: int, block_id: int, slot: int, key: F32, value: F32) -> None:
         for which, heads in enumerate((key, value)):    # [Hk, D]

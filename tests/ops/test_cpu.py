@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.errors import ConfigError, ModelError
+from paceline.errors import ConfigError, InvariantError, ModelError
 from paceline.model.decoder import record_decoder
 from paceline.ops.cpu import CpuBackend, load_kernels
 from paceline.ops.dequantize import DEQUANTIZERS
 from paceline.ops.interface import SourceTensor
 from paceline.ops.machine import usable_cores
 from paceline.ops.numpy_ops import NumpyBackend
-from tests.runner.helpers import encoded, kv_of, one_row_batch, prompt, random_weights, tiny_spec
+from paceline.ops.numpy_sampler import sample_batch
+from tests.runner.helpers import encoded, kv_of, one_row_batch, prompt, random_weights, sampling_rows, tiny_spec
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the extension is not built")
 
@@ -57,3 +58,37 @@ def test_threads_and_paths_are_checked() -> None:
 def test_a_weight_that_cannot_be_packed_is_named() -> None:
     with pytest.raises(ModelError, match=r"layers\.7\.q"):
         CpuBackend().pack([encoded("layers.7.q", np.full((2, 32), np.nan), "F32")], "int8")
+
+
+def test_what_the_kernels_cannot_run_is_refused() -> None:
+    spec, backend = tiny_spec(head_dim=8), CpuBackend(num_threads=1)
+    program = record_decoder(spec, random_weights(spec), backend, "f32", 64)
+    with pytest.raises(ConfigError, match="head_dim"):
+        backend.bind(program, kv_of(spec))
+
+
+def test_an_index_out_of_range_is_a_bug_of_ours() -> None:
+    spec, backend = tiny_spec(), CpuBackend(num_threads=1)
+    runner = backend.bind(record_decoder(spec, random_weights(spec), backend, "f32", 64), kv_of(spec, num_blocks=4))
+    for tokens, start, blocks in (([160], 0, [0]), ([-1], 0, [0]), ([1], 0, [4]), ([1], 64, [0, 1, 2, 3, 0])):
+        with pytest.raises(InvariantError):
+            runner.step(one_row_batch(tokens, start, blocks))
+
+
+@pytest.mark.parametrize("path", load_kernels().paths() if load_kernels() else [])
+def test_draws_are_the_references(path: str) -> None:
+    rng, num_rows = np.random.default_rng(2), 400
+    logits = (3 * rng.standard_normal((num_rows, 1500))).astype(np.float32)
+    logits[::7] = np.round(logits[::7])    # ties
+    logits[5, 3], logits[6, 4], logits[8, 9] = np.nan, np.inf, -np.inf
+    sampling = sampling_rows(
+        num_rows, temperature=rng.choice([0.0, 0.3, 1.0, 2.0], num_rows), top_k=rng.choice([0, 1, 5, 300], num_rows),
+        top_p=rng.choice([0.1, 0.7, 0.95, 1.0], num_rows), seed=rng.integers(0, 1 << 63, num_rows),
+        position=np.arange(num_rows))
+    columns = [getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed", "prompt_index",
+                                                    "choice_index", "position", "wants_logprob")]
+    token_ids, logprobs = load_kernels().sample(path, logits, *columns)
+    expected_ids, expected_logprobs = sample_batch(logits, sampling)
+    assert (token_ids != expected_ids).sum() <= 1    # a draw may fall on the last bit of a border
+    same = token_ids == expected_ids
+    np.testing.assert_allclose(logprobs[same], expected_logprobs[same], rtol=1e-5, atol=1e-5)

@@ -81,8 +81,8 @@ def test_logits_that_are_not_finite_name_their_requests() -> None:
 
 
 def test_a_poisoned_cache_fails_the_step_and_not_silently() -> None:
-    executor = make_executor(kv_of(tiny_spec(), dtype="f32"))
-    executor._runner.cache.blocks[...] = np.nan    # type: ignore[attr-defined]
+    executor = make_executor()
+    executor._runner.poison(np.arange(40, dtype=np.int32))    # type: ignore[attr-defined]
     with pytest.raises(StepFailed, match="hero"), np.errstate(invalid="ignore"):
         executor.collect(executor.submit(plan(row("hero", 3, [1], (0,)))))    # claims three tokens nobody computed
 
