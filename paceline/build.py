@@ -207,7 +207,7 @@ def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngin
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
     """`paceline serve`. Returns the exit status."""
-    from .server.serve import serve as serve_http    # the HTTP stack is loaded by those who serve
+    from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
 
     build_policies(config.scheduler)    # a wrong name is told before anything is loaded
     opened(config.model.model)
