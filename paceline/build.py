@@ -220,7 +220,7 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
             notice(text)
         return engine
 
-    return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), announce)
+    return serve_http(make_engine, server, config.model.model, draw_seed, WallClock())
 
 
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
