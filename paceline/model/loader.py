@@ -1,6 +1,6 @@
 """`open_model(name)`: everything a model's files say, before anything is packed or computed.
 
-Reads headers, the tokenizer and the template; weights stay in their maps. Refuses within a second what cannot be served.
+Reads headers, the tokenizer and the template; weights stay in their maps. What cannot be served is refused at once.
 """
 
 from __future__ import annotations

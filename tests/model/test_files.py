@@ -1,0 +1,264 @@
+"""GGUF and safetensors: the same checkpoint in both gives the same model; damaged files say what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from paceline.errors import ModelError
+from paceline.model import safetensors
+from paceline.model.dequantize import BLOCKS, dequantize
+from paceline.model.families import unpermuted_rows
+from paceline.model.gguf import read_gguf
+from paceline.model.loader import open_model
+from paceline.ops.interface import SourceTensor
+
+from . import tiny
+
+FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def gguf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def hf_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_hf(tmp_path_factory.mktemp("hf") / "tiny")
+
+
+def values(weight: object) -> np.ndarray:
+    return dequantize(weight) if isinstance(weight, SourceTensor) else np.asarray(weight)
+
+
+def test_gguf_and_directory_hold_the_same_model(gguf_path: Path, hf_path: Path) -> None:
+    ours, theirs = open_model(str(gguf_path)), open_model(str(hf_path))
+    assert ours.spec == theirs.spec
+    assert set(ours.weights) == set(theirs.weights)
+    for name in ours.weights:
+        assert np.array_equal(values(ours.weights[name]), values(theirs.weights[name])), name
+    assert ours.eos_token_ids == theirs.eos_token_ids == {2}
+    assert ours.tokenizer.special_tokens == theirs.tokenizer.special_tokens
+    text = "hello w\U0001f600 12 <|im_end|>"
+    assert ours.tokenizer.encode(text) == theirs.tokenizer.encode(text)
+    assert ours.chat_template is not None and theirs.chat_template is not None
+    assert ours.chat_template.sources == theirs.chat_template.sources
+
+
+def test_q_rows_come_back_in_the_checkpoints_order() -> None:
+    rows = np.arange(2 * 8, dtype=np.float32)
+    assert np.array_equal(tiny.permuted(rows, 2)[unpermuted_rows(2, 8)], rows)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_dequantisers_equal_ggufs_to_the_bit(kind: str) -> None:
+    quantized_type = gguf.GGMLQuantizationType[kind]
+    raw = gguf.quants.quantize(np.random.default_rng(7).normal(size=(8, 64)).astype(np.float32), quantized_type)
+    expected = gguf.quants.dequantize(raw, quantized_type)
+    ours = dequantize(SourceTensor("w", 8, 64, kind, raw.view(np.uint8).reshape(8, -1)))
+    assert ours.dtype == np.float32 and ours.shape == (8, 64)
+    assert np.array_equal(ours.view(np.uint32), np.ascontiguousarray(expected, np.float32).view(np.uint32))
+
+
+def test_bf16_of_safetensors_comes_out_as_bytes(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}).encode()
+    raw = struct.pack("<4H", 0x3F80, 0xBF80, 0x4000, 0x7F80)
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw)
+    tensors, _ = safetensors.read_file(path)
+    matrix = tensors["w"].to_matrix()
+    assert matrix.source_type == "BF16" and matrix.raw.tobytes() == raw
+    assert dequantize(matrix).tolist() == [[1.0, -1.0], [2.0, float("inf")]]
+
+
+def test_the_packaged_header_is_read_in_no_time() -> None:
+    open_model("smollm2")
+    files = open_model("smollm2")
+    path = Path(files.source.split(" ", 2)[2].rsplit(" (", 1)[0])
+    started = time.perf_counter()
+    file = read_gguf(path)
+    assert time.perf_counter() - started < 0.5      # 0.03 on a free core
+    assert len(file.tensors) == 272
+    reference = gguf.GGUFReader(path).tensors[7]
+    assert np.array_equal(file.tensors[reference.name].raw, reference.data.reshape(-1))
+
+
+# ---- damaged GGUF
+
+def damaged(path: Path, tmp_path: Path, offset: int, new: bytes) -> Path:
+    data = bytearray(path.read_bytes())
+    data[offset : offset + len(new)] = new
+    copy = tmp_path / "damaged.gguf"
+    copy.write_bytes(bytes(data))
+    return copy
+
+
+@pytest.mark.parametrize(("offset", "new", "message"), [
+    (0, b"GGML", "magic"),
+    (4, struct.pack(">I", 3), "big-endian"),
+    (4, struct.pack("<I", 1), "version 1"),
+    (8, struct.pack("<Q", 1 << 60), "tensor_count 1152921504606846976"),
+    (16, struct.pack("<Q", 1 << 60), "metadata_kv_count"),
+    (24, struct.pack("<Q", 1 << 63), "key of metadata pair 0: needs 9223372036854775808 bytes"),
+    (32, b"\xff\xfe", "UTF-8"),
+])
+def test_a_damaged_header_is_named(gguf_path: Path, tmp_path: Path, offset: int, new: bytes, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        read_gguf(damaged(gguf_path, tmp_path, offset, new))
+    assert "damaged.gguf" in str(caught.value)
+
+
+def test_a_duplicate_key_and_a_duplicate_tensor_are_named(gguf_path: Path, tmp_path: Path) -> None:
+    data = gguf_path.read_bytes()
+    for old, new in ((b"llama.block_count", b"llama.block_pount"), (b"blk.0.attn_q.weight", b"blk.1.attn_q.weight")):
+        assert len(old) == len(new) and data.count(old) == 1
+    tensor = damaged(gguf_path, tmp_path, data.index(b"blk.0.attn_q.weight"), b"blk.1.attn_q.weight")
+    with pytest.raises(ModelError, match=r"blk\.1\.attn_q\.weight' appears twice"):
+        read_gguf(tensor)
+    key = damaged(gguf_path, tmp_path, data.index(b"tokenizer.ggml.bos_token_id"), b"tokenizer.ggml.eos_token_id")
+    with pytest.raises(ModelError, match=r"eos_token_id' appears twice"):
+        read_gguf(key)
+
+
+def test_an_offset_past_the_end_and_an_unknown_type_are_named(gguf_path: Path, tmp_path: Path) -> None:
+    data = gguf_path.read_bytes()
+    entry = data.index(b"output_norm.weight") + len("output_norm.weight")     # dimension count, extent, type, offset
+    with pytest.raises(ModelError, match=r"output_norm\.weight: offset 1152921504606846976"):
+        read_gguf(damaged(gguf_path, tmp_path, entry + 16, struct.pack("<Q", 1 << 60)))
+    for type_id, name in ((14, "Q6_K"), (4, "number 4"), (999, "number 999")):
+        with pytest.raises(ModelError, match=f"{name}.* is not supported; supported: F32"):
+            read_gguf(damaged(gguf_path, tmp_path, entry + 12, struct.pack("<I", type_id)))
+
+
+def test_a_cut_file_never_escapes_as_another_error(gguf_path: Path, tmp_path: Path) -> None:
+    data = gguf_path.read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in [*range(0, 200), *range(200, len(data) - 1, 997), len(data) - 1]:
+        path.write_bytes(data[:size])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            open_model(str(path))
+
+
+@FUZZ
+@given(edits=st.lists(st.tuples(st.integers(0, 9000), st.binary(min_size=1, max_size=8)), min_size=1, max_size=3))
+def test_flipped_bytes_end_in_a_model_or_a_model_error(gguf_path: Path, tmp_path: Path,
+                                                       edits: list[tuple[int, bytes]]) -> None:
+    data = bytearray(gguf_path.read_bytes())
+    for offset, new in edits:
+        data[offset : offset + len(new)] = new
+    path = tmp_path / "fuzz.gguf"
+    path.write_bytes(bytes(data))
+    with contextlib.suppress(ModelError):
+        open_model(str(path))
+
+
+# ---- damaged directories
+
+def shard(directory: Path) -> dict[str, str]:
+    """Splits the tiny checkpoint into two shards with an index; returns the weight_map."""
+    arrays = tiny.hf_arrays()
+    names = sorted(arrays)
+    (directory / "model.safetensors").unlink()
+    weight_map = {}
+    for number, part in enumerate((names[:5], names[5:]), start=1):
+        shard_name = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: arrays[name] for name in part}, directory / shard_name)
+        weight_map |= dict.fromkeys(part, shard_name)
+    (directory / safetensors.INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
+
+
+def test_shards_follow_the_weight_map_and_strays_are_ignored(tmp_path: Path, hf_path: Path) -> None:
+    directory = tiny.write_hf(tmp_path / "sharded")
+    shard(directory)
+    (directory / "consolidated.safetensors").write_bytes(b"not a model")
+    save_file({"model.norm.weight": np.zeros(3, np.float32)}, directory / "model-00003-of-00002.safetensors")
+    sharded, single = open_model(str(directory)), open_model(str(hf_path))
+    for name in single.weights:
+        assert np.array_equal(values(sharded.weights[name]), values(single.weights[name])), name
+
+
+def test_a_bad_index_is_named(tmp_path: Path) -> None:
+    directory = tiny.write_hf(tmp_path / "sharded")
+    weight_map = shard(directory)
+    index = directory / safetensors.INDEX_NAME
+    text = index.read_text()
+    for bad, message in [
+        (text[:-40], "not valid JSON"), ("[]", "must hold a JSON object"), ("{}", "weight_map is missing"),
+        (json.dumps({"weight_map": {**weight_map, "model.norm.weight": "../x.safetensors"}}), "same directory"),
+        (json.dumps({"weight_map": {**weight_map, "model.norm.weight": "x.safetensors"}}), "names x.safetensors"),
+        (json.dumps({"weight_map": {**weight_map, "extra": next(iter(weight_map.values()))}}), "does not hold it"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+    ]:
+        index.write_text(bad)
+        with pytest.raises(ModelError, match=message):
+            open_model(str(directory))
+
+
+def test_weights_that_are_a_pointer_cut_or_misshapen_are_named(tmp_path: Path) -> None:
+    directory = tiny.write_hf(tmp_path / "broken")
+    weights = directory / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ModelError, match="Git LFS pointer"):
+        open_model(str(directory))
+    weights.write_bytes(data[:-1])
+    with pytest.raises(ModelError, match="data_offsets"):
+        open_model(str(directory))
+    arrays = tiny.hf_arrays()
+    down = "model.layers.1.mlp.down_proj.weight"
+    save_file({**arrays, down: np.ascontiguousarray(arrays[down].T)}, weights)
+    with pytest.raises(ModelError, match=rf"{down}: shape \[96, 64\], the config says \[64, 96\]"):
+        open_model(str(directory))
+    save_file({("renamed" if name == down else name): array for name, array in arrays.items()}, weights)
+    with pytest.raises(ModelError, match=rf"missing: {down}; not used by this family: renamed"):
+        open_model(str(directory))
+    save_file({**arrays, "model.norm.weight": np.zeros(64, np.int64)}, weights)
+    with pytest.raises(ModelError, match="dtype 'I64' is not supported"):
+        open_model(str(directory))
+    weights.unlink()
+    with pytest.raises(ModelError, match="holds neither"):
+        open_model(str(directory))
+
+
+@FUZZ
+@given(edits=st.lists(st.tuples(st.integers(0, 2500), st.binary(min_size=1, max_size=8)), max_size=3),
+       cut=st.integers(0, 60000) | st.none())
+def test_fuzzed_safetensors_end_in_a_model_or_a_model_error(hf_path: Path, tmp_path: Path,
+                                                            edits: list[tuple[int, bytes]], cut: int | None) -> None:
+    data = bytearray((hf_path / "model.safetensors").read_bytes())
+    for offset, new in edits:
+        data[offset : offset + len(new)] = new
+    path = tmp_path / "fuzz.safetensors"
+    path.write_bytes(bytes(data[:cut]))
+    try:
+        safetensors.read_file(path)
+    except ModelError as error:
+        assert "fuzz.safetensors" in str(error)
+
+
+@pytest.mark.parametrize("header", [
+    b"", b"[]", b"{", b'{"a":1}', b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}', b"[" * 5000,
+    b'{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0]}}',
+    b'{"a":{"dtype":"F32","shape":[1e3],"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":["F32"],"shape":[1],"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}',
+    b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F16","shape":[1],"data_offsets":[2,4]}}',
+])
+def test_malformed_safetensors_headers_are_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(ModelError, match=r"bad\.safetensors"):
+        safetensors.read_file(path)
