@@ -1,4 +1,4 @@
-"""Fakes that can be wrong: an executor whose tokens depend on what the block tables really read, and a stage to play on.
+"""Fakes that can be wrong: an executor whose tokens depend on what block tables really read, and a stage to play on.
 
 ShadowExecutor keeps (token, position, context) in shadow slots, where context digests everything below as it was *read*
 when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared or un-recomputed blocks change tokens.

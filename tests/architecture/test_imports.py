@@ -1,4 +1,5 @@
-"""Who may import whom. Imports point down; the decision core sees the standard library and no clock, dice or threads."""
+"""Who may import whom. Imports point down; the decision core sees the standard library, no clock, dice or threads.
+"""
 
 from __future__ import annotations
 

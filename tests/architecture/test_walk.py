@@ -1,4 +1,4 @@
-"""docs/walk.md names places in the code as `path/file.py: function` or `path/file.py: Class.method`. They must exist."""
+"""Places that docs/walk.md names as `path/file.py: function` or `path/file.py: Class.method` must exist."""
 
 from __future__ import annotations
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.errors import InvariantError, RequestError
 from paceline.sched.ordering import DYNAMIC_WINDOW, ORDERINGS, Ordering, WaitQueue
-from paceline.sched.plan import Refusal
+from paceline.sched.plan import Refusal, RowResult, StepResult
 
 from ..fakes import Setup, Stage, make_policies, make_request, solo
 
@@ -120,9 +122,29 @@ def test_a_step_must_be_updated_before_the_next_and_only_once() -> None:
         stage.update(plan)
 
 
+@pytest.mark.parametrize("lie", [
+    {"step_id": 7},
+    {"rows": ()},
+    {"rows": (RowResult("somebody", (3,)),)},
+    {"rows": (RowResult("a"),)},                 # sampled, but no token
+    {"transfers_done": (5,)},                    # never asked for
+])
+def test_a_result_that_does_not_answer_the_plan_stops_loudly(lie: dict) -> None:
+    stage = Stage(Setup())
+    stage.add(make_request("a"))
+    plan = stage.schedule()
+    truth = StepResult(plan.step_id, (RowResult("a", (3,)),))
+    with pytest.raises((InvariantError, ValueError)):
+        stage.scheduler.update(plan, replace(truth, **lie), 1.0)
+
+
 def test_a_dynamic_ordering_is_asked_again_each_step() -> None:
     favourite = ["c"]
-    ordering = Ordering(lambda request, view: (request.request_id not in favourite, request.request_id), is_static=False)
+
+    def key(request, view):
+        return (request.request_id not in favourite, request.request_id)
+
+    ordering = Ordering(key, is_static=False)
     stage = Stage(Setup())
     view = stage.scheduler._view(0.0)
     queue = WaitQueue(ordering)

@@ -25,7 +25,8 @@ def test_each_choice_equals_its_solo_run(num_prompt_tokens: int, prefix_cache: s
     stage.run()
     assert stage.tokens == choices_alone(4, setup, num_prompt_tokens, 7, seed=3)
     assert len({tuple(tokens) for tokens in stage.tokens.values()}) == 4
-    assert {name: output.choice_index for name, output in stage.finished.items()} == {"p": 0, "p:1": 1, "p:2": 2, "p:3": 3}
+    indexes = {name: output.choice_index for name, output in stage.finished.items()}
+    assert indexes == {"p": 0, "p:1": 1, "p:2": 2, "p:3": 3}
 
 
 def test_the_prompt_is_computed_once_and_only_the_last_block_is_copied() -> None:
@@ -168,7 +169,8 @@ def test_a_running_request_can_be_forked_in_the_middle() -> None:
     stage.scheduler.check()
     stage.run()
     assert stage.tokens["a"] == solo(parent, setup)
-    continued = make_request("c", (*parent.prompt_token_ids, *parent.output_token_ids[:num_known]), 12 - num_known, seed=5)
+    known = (*parent.prompt_token_ids, *parent.output_token_ids[:num_known])
+    continued = make_request("c", known, 12 - num_known, seed=5)
     assert stage.tokens["b"] == solo(continued, setup)
 
 

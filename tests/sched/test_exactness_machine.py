@@ -1,4 +1,4 @@
-"""Any mix of adding, stepping, forking and aborting, on any size of engine: the books hold and tokens equal solo runs."""
+"""Any mix of adding, stepping, forking and aborting, on any size of engine: books hold and tokens equal solo runs."""
 
 from __future__ import annotations
 

@@ -107,7 +107,8 @@ def test_a_higher_priority_never_yields_to_a_lower_one() -> None:
     """Three of one size; the most urgent came last, and whoever lacks a block takes it from behind or yields itself."""
     for victim in ("latest_arrival", "lowest_priority"):
         stage = Stage(Setup(num_blocks=9, block_size=4, max_model_len=30, ordering="priority", victim=victim))
-        stage.add(*(make_request(name, 4, 20, salt=i, arrival_time=float(i), priority=-i) for i, name in enumerate("abc")))
+        for i, name in enumerate("abc"):
+            stage.add(make_request(name, 4, 20, salt=i, arrival_time=float(i), priority=-i))
         stage.run()
         assert stage.num_preemptions > 0
         assert list(stage.finished) == ["c", "b", "a"]
