@@ -237,7 +237,8 @@ def solo(request: Request, setup: Setup) -> list[int]:
         choice_index=request.choice_index,
     )
     limit = min(setup.max_model_len, setup.num_blocks * setup.block_size)
-    roomy = replace(setup, num_blocks=400, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
+    num_blocks = (request.num_tokens + request.sampling.max_tokens) // setup.block_size + 1    # few: they are checked
+    roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
                     max_num_seqs=1, transfer_delay=0)
     stage = Stage(roomy)
     stage.add(alone)

@@ -185,3 +185,14 @@ def test_only_a_running_request_is_forked_and_only_by_its_own_tokens() -> None:
     with pytest.raises(RequestError):
         stage.scheduler.fork("a", make_request("a", 7))
     stage.run()
+
+
+def test_forks_of_forks_end_with_the_first_parent() -> None:
+    stage = Stage(Setup())
+    stage.add(make_request("a", 6, 30))
+    stage.step()
+    for parent_id, child_id in (("a", "b"), ("b", "c")):
+        stage.scheduler.fork(parent_id, make_request(child_id, 7, 30, parent_id=parent_id))
+        stage.step()
+    stage.abort("a")
+    assert stage.reasons == dict.fromkeys("abc", FinishReason.ABORT)

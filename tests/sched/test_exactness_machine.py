@@ -12,10 +12,10 @@ from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
 
 SETUPS = st.builds(
     Setup,
-    num_blocks=st.sampled_from([8, 9, 11, 14, 20, 60]),
+    num_blocks=st.sampled_from([8, 9, 10, 12, 16, 60]),
     block_size=st.sampled_from([2, 4, 8]),
     max_num_seqs=st.sampled_from([1, 2, 3, 5, 16]),
-    max_num_batched_tokens=st.sampled_from([1, 2, 5, 9, 16, 64]),
+    max_num_batched_tokens=st.sampled_from([2, 5, 9, 9, 16, 64]),
     watermark=st.sampled_from([0.0, 0.1, 0.3]),
     max_model_len=st.sampled_from([16, 40, 200]),
     prefix_cache=st.sampled_from(["none", "hash", "hash"]),
@@ -27,33 +27,41 @@ SETUPS = st.builds(
 
 # Two token values: prompts share prefixes often, and hold equal blocks behind different ones.
 PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=20)
+ASKED = st.fixed_dictionaries({
+    "tokens": PROMPTS,
+    "max_tokens": st.sampled_from([1, 3, 12, 24]),
+    "priority": st.integers(0, 2),
+    "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
+    "is_late": st.booleans(),
+})
 
 
 class Engine(RuleBasedStateMachine):
     """Every request's solo run is the oracle for whatever it generated here."""
 
-    @initialize(setup=SETUPS)
-    def start(self, setup: Setup) -> None:
+    @initialize(setup=SETUPS, workload=st.lists(ASKED, min_size=2, max_size=6))
+    def start(self, setup: Setup, workload: list[dict]) -> None:
         self.stage = Stage(setup)
         self.expected: dict[str, list[int]] = {}
         self.plan = None
         self.num_added = 0
+        for asked in workload:
+            self.add(asked)
 
     def _expect(self, request: Request) -> None:
         self.expected[request.request_id] = solo(request, self.stage.setup)
 
-    @rule(tokens=PROMPTS, max_tokens=st.integers(1, 12), priority=st.integers(0, 2),
-          num_choices=st.sampled_from([1, 1, 2, 3, 5]), is_late=st.booleans())
-    def add(self, tokens: list[int], max_tokens: int, priority: int, num_choices: int, is_late: bool) -> None:
+    @rule(asked=ASKED)
+    def add(self, asked: dict) -> None:
         name = f"r{self.num_added}"
         self.num_added += 1
-        prompt = tuple(tokens[: self.stage.scheduler.max_model_len - 1])
-        arrival_time = float(self.num_added) if is_late else 0.0
-        fields = {"priority": priority, "seed": self.num_added % 3, "arrival_time": arrival_time}
+        prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
+        max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
+        fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+                  "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
         self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, **fields))
         for i in range(num_choices):
-            choice = make_request(f"{name}:{i}" if i else name, prompt, max_tokens, choice_index=i, **fields)
-            self._expect(choice)
+            self._expect(make_request(f"{name}:{i}" if i else name, prompt, max_tokens, choice_index=i, **fields))
 
     @precondition(lambda self: self.plan is None and self.stage.scheduler.has_work())
     @rule(num_steps=st.integers(1, 6), forget=st.booleans())
@@ -128,6 +136,6 @@ class Engine(RuleBasedStateMachine):
 
 
 Engine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None,
+    max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck))
 TestEngine = Engine.TestCase

@@ -80,6 +80,24 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     assert stage.num_preemptions > 0
 
 
+def test_not_even_an_urgent_newcomer_starts_in_a_step_that_preempted() -> None:
+    def stage_before(num_steps: int) -> Stage:
+        stage = Stage(Setup(num_blocks=9, block_size=4, max_model_len=30, ordering="priority"))
+        stage.add(make_request("a", 4, 20), make_request("b", 4, 20, salt=1, priority=5))
+        for _ in range(num_steps):
+            stage.step()
+        return stage
+
+    num_steps = next(n for n in range(50) if stage_before(n + 1).num_preemptions)
+    stage = stage_before(num_steps)
+    stage.add(make_request("urgent", 2, 2, salt=2, priority=1))
+    first, second = stage.step(), stage.step()
+    assert [victim.request_id for victim in first.preempted] == ["b"]
+    assert [row.request_id for row in first.rows] == ["a"]
+    assert [row.request_id for row in second.rows] == ["a", "urgent"]
+    stage.run()
+
+
 def starve(**setup) -> tuple[Stage, list[str]]:
     """Three growing requests on too few blocks; returns who was preempted first."""
     stage = Stage(Setup(num_blocks=9, block_size=4, max_model_len=30, **setup))
