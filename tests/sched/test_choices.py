@@ -191,8 +191,8 @@ def test_forks_of_forks_end_with_the_first_parent() -> None:
     stage = Stage(Setup())
     stage.add(make_request("a", 6, 30))
     stage.step()
-    for parent_id, child_id in (("a", "b"), ("b", "c")):
-        stage.scheduler.fork(parent_id, make_request(child_id, 7, 30, parent_id=parent_id))
+    for parent_id, child_id, num_tokens in (("a", "b", 7), ("b", "c", 8)):
+        stage.scheduler.fork(parent_id, make_request(child_id, num_tokens, 30, parent_id=parent_id))
         stage.step()
     stage.abort("a")
     assert stage.reasons == dict.fromkeys("abc", FinishReason.ABORT)
