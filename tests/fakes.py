@@ -1,4 +1,4 @@
-"""Fakes that can be wrong: an executor whose tokens depend on what the block tables really read, and a stage to play on.
+"""Fakes that can be wrong: an executor whose tokens depend on what block tables really read, and a stage to play on.
 
 ShadowExecutor keeps (token, position, context) in shadow slots, where context digests everything below as it was *read*
 when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared or un-recomputed blocks change tokens.
@@ -237,7 +237,8 @@ def solo(request: Request, setup: Setup) -> list[int]:
         choice_index=request.choice_index,
     )
     limit = min(setup.max_model_len, setup.num_blocks * setup.block_size)
-    roomy = replace(setup, num_blocks=400, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
+    num_blocks = (request.num_tokens + request.sampling.max_tokens) // setup.block_size + 1    # few: they are checked
+    roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
                     max_num_seqs=1, transfer_delay=0)
     stage = Stage(roomy)
     stage.add(alone)

@@ -273,8 +273,7 @@ class Scheduler:
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
         self._in_flight = None
-        for transfer_id in result.transfers_done:
-            self.kv.copy_done(self._copies.pop(transfer_id))
+        self._land_transfers(result)
         outputs: list[RequestOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests.get(row.request_id)
@@ -288,6 +287,13 @@ class Scheduler:
                 self._fork_if_due(request, self._view(now))
         self._observe(plan, result)
         return outputs
+
+    def _land_transfers(self, result: StepResult) -> None:
+        for transfer_id in result.transfers_done:
+            copy = self._copies.pop(transfer_id, None)
+            if copy is None:
+                raise InvariantError(f"transfer {transfer_id} was reported done, but was not under way")
+            self.kv.copy_done(copy)
 
     def _advance(
         self, request: Request, row: ScheduledRequest, result: RowResult, now: float, outputs: list[RequestOutput]

@@ -1,0 +1,141 @@
+"""Any mix of adding, stepping, forking and aborting, on any size of engine: books hold and tokens equal solo runs."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paceline.request import FinishReason, Request, RequestStatus
+
+from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
+
+SETUPS = st.builds(
+    Setup,
+    num_blocks=st.sampled_from([8, 9, 10, 12, 60]),
+    block_size=st.sampled_from([4, 2]),
+    max_num_seqs=st.sampled_from([16, 5, 3, 1]),
+    max_num_batched_tokens=st.sampled_from([9, 5, 3, 64]),
+    watermark=st.sampled_from([0.0, 0.1]),
+    max_model_len=st.sampled_from([40, 16]),
+    prefix_cache=st.sampled_from(["none", "hash"]),
+    ordering=st.sampled_from(["fcfs", "priority"]),
+    victim=st.sampled_from(["latest_arrival", "lowest_priority"]),
+    eos_token_ids=st.sampled_from([frozenset(), frozenset({EOS, 5})]),
+    transfer_delay=st.sampled_from([0, 1, 3]),
+)
+
+# Two token values: prompts share prefixes often, and hold equal blocks behind different ones.
+PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=20)
+ASKED = st.fixed_dictionaries({
+    "tokens": PROMPTS,
+    "max_tokens": st.sampled_from([24, 12, 1]),
+    "priority": st.integers(0, 2),
+    "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
+    "is_late": st.booleans(),
+})
+
+
+class Engine(RuleBasedStateMachine):
+    """Every request's solo run is the oracle for whatever it generated here."""
+
+    @initialize(setup=SETUPS, workload=st.lists(ASKED, min_size=2, max_size=6))
+    def start(self, setup: Setup, workload: list[dict]) -> None:
+        self.stage = Stage(setup)
+        self.expected: dict[str, list[int]] = {}
+        self.plan = None
+        self.num_added = 0
+        for asked in workload:
+            self.add(asked)
+
+    def _expect(self, request: Request) -> None:
+        self.expected[request.request_id] = solo(request, self.stage.setup)
+
+    @rule(asked=ASKED)
+    def add(self, asked: dict) -> None:
+        name = f"r{self.num_added}"
+        self.num_added += 1
+        prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
+        max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
+        fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+                  "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
+        self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, **fields))
+        for i in range(num_choices):
+            self._expect(make_request(f"{name}:{i}" if i else name, prompt, max_tokens, choice_index=i, **fields))
+
+    @precondition(lambda self: self.plan is None and self.stage.scheduler.has_work())
+    @rule(num_steps=st.integers(1, 6), forget=st.booleans())
+    def step(self, num_steps: int, forget: bool) -> None:
+        for _ in range(num_steps):
+            if self.stage.scheduler.has_work():
+                self.stage.step()
+                if forget:
+                    self.stage.executor.drop_caches()
+
+    @precondition(lambda self: self.plan is None and self.stage.scheduler.has_work())
+    @rule()
+    def schedule(self) -> None:
+        self.plan = self.stage.schedule()
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def update(self) -> None:
+        self.stage.update(self.plan)
+        self.plan = None
+
+    @precondition(lambda self: self.expected)
+    @rule(index=st.integers(0, 1000), twice=st.booleans())
+    def abort(self, index: int, twice: bool) -> None:
+        names = list(self.expected)
+        name = names[index % len(names)]
+        self.stage.abort(*([name] * (1 + twice)))
+
+    @precondition(lambda self: self.plan is None)
+    @rule(index=st.integers(0, 1000), seed=st.integers(0, 3))
+    def fork(self, index: int, seed: int) -> None:
+        running = [r for r in self.stage.scheduler.running if r.num_output_tokens and r.status is RequestStatus.RUNNING]
+        if not running:
+            return
+        parent = running[index % len(running)]
+        name = f"f{self.num_added}"
+        self.num_added += 1
+        # As a prompt, what the parent knows so far leads to the same continuation: draws depend on positions only.
+        child = make_request(name, parent.token_ids(0, parent.num_tokens), 6, seed=seed, parent_id=parent.request_id,
+                             arrival_time=parent.arrival_time, priority=parent.priority)
+        if child.num_tokens < self.stage.scheduler.max_model_len:
+            self._expect(child)
+            self.stage.scheduler.fork(parent.request_id, child)
+            self.stage.scheduler.check()
+
+    @precondition(lambda self: self.plan is None)
+    @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
+    def switch(self, ordering: str, victim: str) -> None:
+        self.stage.scheduler.switch_policies(make_policies(ordering, victim))
+
+    @invariant()
+    def tokens_so_far_are_those_of_the_solo_run(self) -> None:
+        if not hasattr(self, "stage"):
+            return
+        for name, tokens in self.stage.tokens.items():
+            assert tokens == self.expected[name][: len(tokens)], name
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stage"):
+            return
+        if self.plan is not None:
+            self.stage.update(self.plan)
+        stage = self.stage.run(max_steps=5000)
+        assert stage.finished.keys() == self.expected.keys()
+        for name, output in stage.finished.items():
+            if output.finish_reason is not FinishReason.ABORT:
+                assert stage.tokens[name] == self.expected[name]
+        stats = stage.scheduler.stats()
+        in_transit = stage.scheduler.kv.pool.num_in_transit_blocks
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert stats.num_free_blocks + in_transit == stats.num_blocks
+
+
+Engine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck))
+TestEngine = Engine.TestCase
