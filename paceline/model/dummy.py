@@ -55,6 +55,9 @@ class DummyWeights(Mapping[str, SourceTensor | NDArray[np.float32]]):
             return np.full(shape, 0.0 if name.endswith("_bias") else 1.0, np.float32)
         return SourceTensor(name, shape[0], shape[1], "BF16", _random_bf16(name, shape[0], shape[1]))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 

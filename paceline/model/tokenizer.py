@@ -6,6 +6,7 @@ request's text: detokenizer.py streams exactly what decode() of all output ids g
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from ..errors import ModelError, RequestError
 from .fields import Fields, read_json_fields
+
+logger = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -107,8 +110,9 @@ def _refuse_surrogates(text: str) -> None:
 # ---- from a Hugging Face directory
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
-    """From tokenizer.json, with the tokens and flags that tokenizer_config.json, special_tokens_map.json and
-    added_tokens.json add to it. add_bos_token and add_eos_token, where given, decide over the post-processor."""
+    """From tokenizer.json, with the tokens that tokenizer_config.json, special_tokens_map.json and added_tokens.json
+    add to it. Whether a text gets a BOS is what tokenizer.json's post-processor says, as in transformers 5; a flag
+    add_bos_token that says otherwise is logged."""
     inner = _load_tokenizer_json(directory / "tokenizer.json")
     config = _optional_fields(directory / "tokenizer_config.json")
     special_map = _optional_fields(directory / "special_tokens_map.json")
@@ -119,11 +123,12 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
         if text is not None:
             special_tokens[name] = text
     _mark_special(inner, special_tokens.values())
-    if config.has("add_bos_token") or config.has("add_eos_token"):
-        bos = special_tokens.get("bos_token") if config.flag("add_bos_token", False) else None
-        eos = special_tokens.get("eos_token") if config.flag("add_eos_token", False) else None
-        _wrap_texts(inner, bos, eos)
-    return Tokenizer(inner, special_tokens)
+    tokenizer = Tokenizer(inner, special_tokens)
+    adds_bos = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
+    if config.flag("add_bos_token", adds_bos) != adds_bos:
+        logger.warning("%s: add_bos_token is overruled by tokenizer.json, which %s a BOS", config.where,
+                       "adds" if adds_bos else "does not add")
+    return tokenizer
 
 
 def _load_tokenizer_json(path: Path) -> tokenizers.Tokenizer:

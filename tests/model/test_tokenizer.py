@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from paceline.errors import ModelError, RequestError
 from paceline.model.fields import Fields
@@ -98,16 +99,29 @@ def test_control_and_user_defined_tokens_stay_whole() -> None:
     assert tokenizer.special_ids == {0, 1, 2} and tokenizer.added_ids["<think>"] == 263
 
 
-@pytest.mark.parametrize("is_added", [True, False])
-def test_add_bos_token_is_honoured(tmp_path: Path, is_added: bool) -> None:
+def test_add_bos_token_of_gguf_is_honoured() -> None:
     plain = tokenizer_from_gguf(metadata()).encode("hello")
-    directory = tiny.write_hf(tmp_path / "bos")
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": is_added}))
-    for tokenizer in (tokenizer_from_gguf(metadata(add_bos_token=is_added)), tokenizer_from_directory(directory)):
+    for is_added in (True, False):
+        tokenizer = tokenizer_from_gguf(metadata(add_bos_token=is_added))
         assert tokenizer.encode("hello") == [1] * is_added + plain
         assert tokenizer.encode("hello", add_special_tokens=False) == plain
         assert tokenizer.encode("") == [1] * is_added
+    assert tokenizer_from_gguf(metadata(add_eos_token=True)).encode("hello") == [*plain, 2]
+
+
+def test_the_post_processor_of_a_directory_decides_over_bos(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = tiny.write_hf(tmp_path / "bos")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    for has_bos in (True, False):
+        inner = tiny.build_tokenizer()
+        if has_bos:
+            inner.post_processor = processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+        inner.save(str(directory / "tokenizer.json"))
+        for flag in (True, False):
+            caplog.clear()
+            (directory / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": flag}))
+            assert (tokenizer_from_directory(directory).encode("hello")[0] == 1) == has_bos
+            assert ("add_bos_token is overruled" in caplog.text) == (flag != has_bos)
 
 
 def test_side_files_add_tokens_and_specials(tmp_path: Path) -> None:
@@ -121,7 +135,7 @@ def test_side_files_add_tokens_and_specials(tmp_path: Path) -> None:
     assert tokenizer.decode([264, 265]) == "<tool>"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
     (directory / "added_tokens.json").write_text(json.dumps({"<tool>": 266}))
-    with pytest.raises(ModelError, match="'<eot>' should have id 265, tokenizer.json gives it 264"):
+    with pytest.raises(ModelError, match=r"'<eot>' should have id 265, tokenizer\.json gives it 264"):
         tokenizer_from_directory(directory)
 
 

@@ -72,8 +72,8 @@ def write_hf(directory: Path, config: dict[str, Any] | None = None, arrays: Arra
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf_config() if config is None else config))
     (directory / "tokenizer_config.json").write_text(json.dumps({
-        "bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}, "unk_token": "<|endoftext|>",
-        "pad_token": "<|im_end|>", "chat_template": TEMPLATE}))
+        "bos_token": "<|im_start|>", "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+        "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>", "chat_template": TEMPLATE}))
     build_tokenizer().save(str(directory / "tokenizer.json"))
     save_file(hf_arrays() if arrays is None else arrays, directory / "model.safetensors")
     return directory
