@@ -59,7 +59,8 @@ def kept_ids(scaled: NDArray[np.float32], top_k: int, top_p: float) -> NDArray[n
 
 def weights(scaled: NDArray[np.float32]) -> NDArray[np.float64]:
     with np.errstate(over="ignore", under="ignore"):
-        return np.exp((scaled - scaled.max()).astype(np.float64))
+        weighed: NDArray[np.float64] = np.exp((scaled - scaled.max()).astype(np.float64))
+    return weighed
 
 
 def sample_row(logits: NDArray[np.float32], temperature: np.float32, top_k: int, top_p: float, u: float) -> int:
@@ -81,7 +82,8 @@ def log_probability(logits: NDArray[np.float32], token_id: int) -> float:
     return float(shifted[token_id]) - math.log(float(np.exp(shifted).sum()))
 
 
-def sample_reference(logits: NDArray[np.float32], sampling: SamplingBatch) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def sample_reference(logits: NDArray[np.float32], sampling: SamplingBatch) -> tuple[NDArray[np.int32],
+                                                                                    NDArray[np.float32]]:
     """Token ids [W] and raw log-probabilities [W] (0 where not asked for) of logits [W, V]."""
     num_rows = len(logits)
     token_ids = np.full(num_rows, -1, np.int32)
