@@ -19,6 +19,8 @@ def make_backend(isa: str, num_threads: int | None, warn: Callable[[str], None])
     if isa not in ISA_NAMES:
         raise ConfigError(f"isa={isa!r} is unknown; choose from {list(ISA_NAMES)}")
     if isa == "numpy":
+        if num_threads is not None:
+            raise ConfigError(f"num_threads={num_threads} has no effect with isa='numpy'; leave it out")
         return NumpyBackend()
     if isa == "auto" and load_kernels() is None:
         warn(SLOW)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .dequantize import BF16_NAN, bf16_bits, from_bf16_bits
 from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
 from .numpy_pack import rounded_to_form
-from .numpy_sampler import sample_batch
+from .numpy_sampler import sample_reference
 from .program import Node, Program
 
 F32 = NDArray[np.float32]
@@ -203,7 +203,7 @@ def select_wanted(step: NumpyStep, node: Node) -> None:
 
 def sample(step: NumpyStep, node: Node) -> None:
     (step.logits,) = step.inputs(node)
-    step.sampled_ids, step.logprobs = sample_batch(step.logits, step.batch.sampling)
+    step.sampled_ids, step.logprobs = sample_reference(step.logits, step.batch.sampling)
 
 
 VERBS: dict[str, Callable[[NumpyStep, Node], None]] = {

@@ -12,7 +12,7 @@ from paceline.ops.dequantize import DEQUANTIZERS
 from paceline.ops.interface import SourceTensor
 from paceline.ops.machine import usable_cores
 from paceline.ops.numpy_ops import NumpyBackend
-from paceline.ops.numpy_sampler import sample_batch
+from paceline.ops.numpy_sampler import sample_reference
 from tests.runner.helpers import encoded, kv_of, one_row_batch, prompt, random_weights, sampling_rows, tiny_spec
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the extension is not built")
@@ -88,7 +88,7 @@ def test_draws_are_the_references(path: str) -> None:
     columns = [getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed", "prompt_index",
                                                     "choice_index", "position", "wants_logprob")]
     token_ids, logprobs = load_kernels().sample(path, logits, *columns)
-    expected_ids, expected_logprobs = sample_batch(logits, sampling)
+    expected_ids, expected_logprobs = sample_reference(logits, sampling)
     assert (token_ids != expected_ids).sum() <= 1    # a draw may fall on the last bit of a border
     same = token_ids == expected_ids
     np.testing.assert_allclose(logprobs[same], expected_logprobs[same], rtol=1e-5, atol=1e-5)

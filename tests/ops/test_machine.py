@@ -69,6 +69,8 @@ def test_an_unknown_path_is_refused_with_the_valid_ones() -> None:
 
 def test_numpy_on_request_is_silent() -> None:
     assert isinstance(backends.make_backend("numpy", None, warn=pytest.fail), NumpyBackend)
+    with pytest.raises(ConfigError, match="no effect"):
+        backends.make_backend("numpy", 4, warn=pytest.fail)
 
 
 def test_missing_kernels_fall_back_loudly_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.ops.numpy_sampler import keep_top, philox4x32, sample_batch, sample_reference, uniform
+from paceline.ops.numpy_sampler import kept_ids, philox4x32, sample_reference, uniform
 from tests.runner.helpers import sampling_rows
 
 
 def draw(logits: Any, **columns: Any) -> int:
-    return sample_reference(np.array(logits, np.float32), sampling_rows(1, **columns), 0)
+    token_ids, _ = sample_reference(np.array([logits], np.float32), sampling_rows(1, **columns))
+    return int(token_ids[0])
 
 
 def kept(logits: Any, top_k: int = 0, top_p: float = 1.0) -> list[int]:
-    scaled = np.array(logits, np.float32)
-    return keep_top(scaled, np.exp(scaled - scaled.max()).astype(np.float64), top_k, top_p).tolist()
+    return kept_ids(np.array(logits, np.float32), top_k, top_p).tolist()
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), [    # the authors' known answers
@@ -51,15 +51,15 @@ def test_draws_follow_the_distribution() -> None:
     shares = np.array([0.1, 0.5, 0.15, 0.25])
     num_draws = 4000
     logits = np.tile(np.log(shares).astype(np.float32), (num_draws, 1))
-    ids, _ = sample_batch(logits, sampling_rows(num_draws, temperature=1.0, position=np.arange(num_draws)))
+    ids, _ = sample_reference(logits, sampling_rows(num_draws, temperature=1.0, position=np.arange(num_draws)))
     np.testing.assert_allclose(np.bincount(ids, minlength=4) / num_draws, shares, atol=0.03)
-    cold, _ = sample_batch(logits, sampling_rows(num_draws, temperature=0.5, position=np.arange(num_draws)))
+    cold, _ = sample_reference(logits, sampling_rows(num_draws, temperature=0.5, position=np.arange(num_draws)))
     np.testing.assert_allclose(np.bincount(cold, minlength=4) / num_draws, shares**2 / (shares**2).sum(), atol=0.03)
 
 
 def test_every_part_of_the_key_changes_the_draw() -> None:
     def at(**columns: int) -> float:
-        return uniform(sampling_rows(1, **columns), 0)
+        return uniform(**{"seed": 0, "prompt_index": 0, "choice_index": 0, "position": 0, **columns})
     variants = [at(), at(seed=1), at(seed=1 << 63), at(position=1), at(position=1 << 40), at(prompt_index=1),
                 at(choice_index=1)]
     assert len(set(variants)) == len(variants)
@@ -69,9 +69,9 @@ def test_every_part_of_the_key_changes_the_draw() -> None:
 
 def test_logprobs_are_raw() -> None:
     logits = np.log(np.array([[0.1, 0.6, 0.3]], np.float32))
-    ids, logprobs = sample_batch(logits, sampling_rows(1, temperature=0.01, top_k=1))
+    ids, logprobs = sample_reference(logits, sampling_rows(1, temperature=0.01, top_k=1))
     assert ids.tolist() == [1] and logprobs[0] == pytest.approx(np.log(0.6), abs=1e-6)
-    assert sample_batch(logits, sampling_rows(1, wants_logprob=0))[1].tolist() == [0]
+    assert sample_reference(logits, sampling_rows(1, wants_logprob=0))[1].tolist() == [0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
