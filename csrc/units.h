@@ -10,7 +10,7 @@ constexpr int linear_max_tile_rows =
 #if defined(PACELINE_ISA_AVX512)
     16;
 #elif defined(PACELINE_ISA_AVX2)
-    8;
+    6;
 #else
     4;
 #endif
