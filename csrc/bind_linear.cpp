@@ -222,6 +222,16 @@ Out<float> add(const std::string& path, nb::object x_given, nb::object y_given) 
   return out;
 }
 
+Out<float> exp_of(const std::string& path, nb::object x_given) {
+  const KernelTable& table = find_table(path);
+  const auto x = float_vector("x", x_given);
+  Out<float> out = make_array<float>({x.shape(0)});
+  float* to = out.data();
+  nb::gil_scoped_release unlocked;
+  table.exp(x.data(), to, static_cast<int64_t>(x.shape(0)));
+  return out;
+}
+
 nb::tuple quantize(const std::string& path, nb::object x_given) {
   const KernelTable& table = find_table(path);
   const auto x = float_rows("x", x_given);
@@ -281,6 +291,7 @@ void bind_linear(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "path"_a, "x"_a, "weight"_a, "eps"_a);
   m.def("silu_mul", &silu_mul, "path"_a, "gate_up"_a);
   m.def("add", &add, "path"_a, "x"_a, "y"_a);
+  m.def("exp", &exp_of, "path"_a, "x"_a);
   m.def("quantize", &quantize, "path"_a, "x"_a, "(q, scale, sum): what int8 and int4 kernels make of their input.");
   m.def("round_bf16", &round_bf16, "path"_a, "x"_a, "What the bf16 kernel makes of its input, as raw bits.");
 }

@@ -143,6 +143,13 @@ void add_rows(float* x, const float* y, int64_t width, int64_t first, int64_t la
   if (rest > 0) store_first(x + whole, add(load_first(x + whole, rest), load_first(y + whole, rest)), rest);
 }
 
+void exp_values(const float* x, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const int n = static_cast<int>(count - i < 16 ? count - i : 16);
+    store_first(out + i, exp(load_first(x + i, n)), n);
+  }
+}
+
 void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last) {
   if (form == Form::f32) return;    // the kernel reads x itself
   if (form == Form::bf16) {

@@ -108,6 +108,7 @@ struct KernelTable {
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last);
   void (*silu_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
   void (*add)(float* x, const float* y, int64_t width, int64_t first, int64_t last);
+  void (*exp)(const float* x, float* out, int64_t count);    // what softmax and silu use, for tests
   void (*prepare)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 
   // linear.cpp: rows [first_row, last_row) x strips [first_strip, last_strip); out row stride in floats; bias may be null

@@ -94,53 +94,93 @@ void tile_bf16(const Tile& t) {
   }
 }
 
+// Where the next row's quantised values of the current group are.
+struct GroupCursor {
+  const int8_t* q;
+  const float* scale;
+  const float* scaled_sum;     // int4 only
+  const int32_t* sum;          // int8 only
+  int64_t num_inputs, num_groups;
+
+  // Opaque, so that a row costs one addition and not one kept address for each of its quads.
+  __attribute__((always_inline)) void next_row() {
+    q = opaque(q + num_inputs);
+    scale = opaque(scale + num_groups);
+    if (scaled_sum != nullptr) scaled_sum = opaque(scaled_sum + num_groups);
+    if (sum != nullptr) sum = opaque(sum + num_groups);
+  }
+};
+
 // y += d * scale * (sum of (w + 128) * q - 128 * sum of q), the bracket in integers.
+template <int N>
+PL_INLINE void add_int8_group(f32x16* acc, const i32x16* weight, f32x16 d, GroupCursor& at) {
+  const int8_t* q[N];
+  const float* scale[N];
+  group_dot dot[N];
+  PL_UNROLL for (int r = 0; r < N; ++r, at.next_row()) {
+    q[r] = at.q;
+    scale[r] = at.scale;
+    dot[r] = start_dot(at.sum);
+  }
+  PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
+    PL_UNROLL for (int r = 0; r < N; ++r) dot[r] = add_quad(dot[r], weight[quad], q[r] + 4 * quad);
+  }
+  PL_UNROLL for (int r = 0; r < N; ++r) acc[r] = fma(finish_dot(dot[r]), mul(d, set1(*scale[r])), acc[r]);
+}
+
+// y += d * scale * (sum of w * q), then y += m * (scale * sum of q).
+template <int N>
+PL_INLINE void add_int4_group(f32x16* acc, const i32x16* weight, f32x16 d, f32x16 m, GroupCursor& at) {
+  const int8_t* q[N];
+  const float* scale[N];
+  const float* scaled_sum[N];
+  group_dot4 dot[N];
+  PL_UNROLL for (int r = 0; r < N; ++r, at.next_row()) {
+    q[r] = at.q;
+    scale[r] = at.scale;
+    scaled_sum[r] = at.scaled_sum;
+    dot[r] = start_dot4();
+  }
+  PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
+    PL_UNROLL for (int r = 0; r < N; ++r) dot[r] = add_quad4(dot[r], weight[quad], q[r] + 4 * quad);
+  }
+  PL_UNROLL for (int r = 0; r < N; ++r) {
+    acc[r] = fma(finish_dot4(dot[r]), mul(d, set1(*scale[r])), acc[r]);
+    acc[r] = fma_at(acc[r], m, scaled_sum[r]);
+  }
+}
+
 template <int R, int>
 void tile_int8(const Tile& t) {
+  constexpr int whole = R / kRowsAtOnce * kRowsAtOnce;
   const int64_t num_groups = t.num_inputs / kGroup;
-  const int8_t* q = t.in->q + t.row * t.num_inputs;
-  const float* scale = t.in->scale + t.row * num_groups;
-  const int32_t* sum = t.in->sum + t.row * num_groups;
   const uint8_t* w = t.weights;
   f32x16 acc[R];
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int64_t g = 0; g < num_groups; ++g, w += int8_block_bytes, q += kGroup, ++scale, ++sum) {
+  for (int64_t g = 0; g < num_groups; ++g, w += int8_block_bytes) {
     i32x16 weight[8];
     PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
       weight[quad] = load_i32(w + quad * 4 * kStrip);
       prefetch(w + quad * 4 * kStrip + kAhead);
     }
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
-    PL_UNROLL for (int r0 = 0; r0 < R; r0 += kRowsAtOnce) {
-      group_dot dot[kRowsAtOnce];
-      PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
-        if (r < R) dot[r - r0] = start_dot(-128 * sum[r * num_groups]);
-      }
-      PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
-        PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
-          if (r < R) dot[r - r0] = add_quad(dot[r - r0], weight[quad], q + r * t.num_inputs + 4 * quad);
-        }
-      }
-      PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
-        if (r < R) acc[r] = fma(finish_dot(dot[r - r0]), mul(d, set1(scale[r * num_groups])), acc[r]);
-      }
-    }
+    const int64_t first = t.row * num_groups + g;
+    GroupCursor at{t.in->q + first * kGroup, t.in->scale + first, nullptr, t.in->sum + first, t.num_inputs, num_groups};
+    PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, at);
+    if constexpr (whole < R) add_int8_group<R - whole>(acc + whole, weight, d, at);
   }
   PL_UNROLL for (int r = 0; r < R; ++r) finish(t, r, 0, acc[r]);
 }
 
-// y += d * scale * (sum of w * q), then y += m * (scale * sum of q).
 template <int R, int>
 void tile_int4(const Tile& t) {
+  constexpr int whole = R / kRowsAtOnce * kRowsAtOnce;
   const int64_t num_groups = t.num_inputs / kGroup;
-  const int8_t* q = t.in->q + t.row * t.num_inputs;
-  const float* scale = t.in->scale + t.row * num_groups;
-  const float* scaled_sum = t.in->scaled_sum + t.row * num_groups;
   const uint8_t* w = t.weights;
   const i32x16 nibble = set1_i32(0x0f0f0f0f);
   f32x16 acc[R];
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int64_t g = 0; g < num_groups; ++g, w += int4_block_bytes, q += kGroup, ++scale, ++scaled_sum) {
+  for (int64_t g = 0; g < num_groups; ++g, w += int4_block_bytes) {
     i32x16 weight[8];
     PL_UNROLL for (int j = 0; j < 4; ++j) {
       const i32x16 two = load_i32(w + j * 4 * kStrip);
@@ -150,21 +190,11 @@ void tile_int4(const Tile& t) {
     PL_UNROLL for (int line = 0; line < 5; ++line) prefetch(w + line * 64 + kAhead);
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 16 * kStrip));
     const f32x16 m = load_f16(reinterpret_cast<const uint16_t*>(w + 18 * kStrip));
-    PL_UNROLL for (int r0 = 0; r0 < R; r0 += kRowsAtOnce) {
-      group_dot4 dot[kRowsAtOnce];
-      PL_UNROLL for (int i = 0; i < kRowsAtOnce; ++i) dot[i] = start_dot4();
-      PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
-        PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
-          if (r < R) dot[r - r0] = add_quad4(dot[r - r0], weight[quad], q + r * t.num_inputs + 4 * quad);
-        }
-      }
-      PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
-        if (r < R) {
-          acc[r] = fma(finish_dot4(dot[r - r0]), mul(d, set1(scale[r * num_groups])), acc[r]);
-          acc[r] = fma_at(acc[r], m, scaled_sum + r * num_groups);
-        }
-      }
-    }
+    const int64_t first = t.row * num_groups + g;
+    GroupCursor at{t.in->q + first * kGroup, t.in->scale + first, t.in->scaled_sum + first, nullptr, t.num_inputs,
+                   num_groups};
+    PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int4_group<kRowsAtOnce>(acc + r, weight, d, m, at);
+    if constexpr (whole < R) add_int4_group<R - whole>(acc + whole, weight, d, m, at);
   }
   PL_UNROLL for (int r = 0; r < R; ++r) finish(t, r, 0, acc[r]);
 }

@@ -17,6 +17,13 @@
 
 #define PL_INLINE static inline __attribute__((always_inline))
 
+// Hides how a pointer was computed. Without it g++ turns every row + constant of an unrolled tile into an address of its
+// own and spills dozens of them; with it, a few base registers and constant displacements remain.
+template <class T> PL_INLINE T* opaque(T* pointer) {
+  asm("" : "+r"(pointer));
+  return pointer;
+}
+
 #if defined(PACELINE_ISA_AVX512)
 #include "simd_avx512.h"
 #elif defined(PACELINE_ISA_AVX2)

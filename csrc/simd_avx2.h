@@ -135,10 +135,10 @@ PL_INLINE f32x16 load_f16(const uint16_t* from) {
 PL_INLINE i32x16 load_quad(const int8_t* four) { int32_t q; memcpy(&q, four, 4); return set1_i32(q); }
 PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4); return set1_i32(q); }
 
-// A group's integer dot product. vpmaddubsw would saturate at 255 * 127 * 2, so even and odd bytes are widened to 16 bits:
+// A group's integer dot product of w + 128 with q, started at -128 * (sum of q). vpmaddubsw would saturate at 255 * 127 * 2, so even and odd bytes are widened to 16 bits:
 // vpmaddwd never saturates here.
 typedef i32x16 group_dot;
-PL_INLINE group_dot start_dot(int32_t from) { return set1_i32(from); }
+PL_INLINE group_dot start_dot(const int32_t* sum) { return set1_i32(-128 * *sum); }
 PL_INLINE __m256i add_quad_half(__m256i acc, __m256i w, __m256i x_even, __m256i x_odd) {
   const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(0xff));
   const __m256i w_odd = _mm256_srli_epi16(w, 8);

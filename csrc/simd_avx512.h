@@ -106,9 +106,9 @@ PL_INLINE f32x16 fma_at(f32x16 acc, f32x16 w, const float* one) {
   return acc;
 }
 
-// A group's integer dot product.
+// A group's integer dot product of w + 128 with q, started at -128 * (sum of q).
 typedef i32x16 group_dot;
-PL_INLINE group_dot start_dot(int32_t from) { return set1_i32(from); }
+PL_INLINE group_dot start_dot(const int32_t* sum) { return sub_i32(set1_i32(0), shift_left<7>(set1_i32(*sum))); }
 PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
   asm("vpdpbusd %2%{1to16%}, %1, %0"
       : "+v"(acc.v)
@@ -118,7 +118,7 @@ PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
 PL_INLINE f32x16 finish_dot(group_dot acc) { return to_f32(acc); }
 // The same for weights of at most 15 (which other machines add up more cheaply).
 typedef group_dot group_dot4;
-PL_INLINE group_dot4 start_dot4() { return start_dot(0); }
+PL_INLINE group_dot4 start_dot4() { return set1_i32(0); }
 PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) { return add_quad(acc, w, four); }
 PL_INLINE f32x16 finish_dot4(group_dot4 acc) { return to_f32(acc); }
 

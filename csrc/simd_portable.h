@@ -115,10 +115,10 @@ PL_INLINE f32x16 load_f16(const uint16_t* from) {
 // --- dot products; w holds 16 x 4 u8 or 16 x 2 bf16 ---
 PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4); return set1_i32(q); }
 
-// A group's integer dot product, held in floats: every partial sum is below 32 * 255 * 128 < 2^24, so it is exact, and any
+// A group's integer dot product of w + 128 with q, started at -128 * (sum of q), held in floats: every partial sum is below 32 * 255 * 128 < 2^24, so it is exact, and any
 // machine multiplies floats by the vector.
 struct group_dot { f32x16 sum; };
-PL_INLINE group_dot start_dot(int32_t from) { return {set1(static_cast<float>(from))}; }
+PL_INLINE group_dot start_dot(const int32_t* sum) { return {set1(static_cast<float>(-128 * *sum))}; }
 PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
   const i32x16 byte = set1_i32(0xff);
   acc.sum = fma(to_f32(and_i32(w, byte)), set1(static_cast<float>(four[0])), acc.sum);
@@ -130,7 +130,7 @@ PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
 PL_INLINE f32x16 finish_dot(group_dot acc) { return acc.sum; }
 // The same for weights of at most 15.
 typedef group_dot group_dot4;
-PL_INLINE group_dot4 start_dot4() { return start_dot(0); }
+PL_INLINE group_dot4 start_dot4() { return {set1(0.0f)}; }
 PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) { return add_quad(acc, w, four); }
 PL_INLINE f32x16 finish_dot4(group_dot4 acc) { return acc.sum; }
 

@@ -15,6 +15,7 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::rms_norm,
     PACELINE_ISA::silu_mul,
     PACELINE_ISA::add_rows,
+    PACELINE_ISA::exp_values,
     PACELINE_ISA::prepare,
     PACELINE_ISA::linear,
     PACELINE_ISA::rope_write_kv,

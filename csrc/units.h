@@ -10,7 +10,7 @@ constexpr int linear_max_tile_rows =
 #if defined(PACELINE_ISA_AVX512)
     16;
 #elif defined(PACELINE_ISA_AVX2)
-    8;
+    6;
 #else
     4;
 #endif
@@ -19,6 +19,7 @@ void embed(const Weight& w, const int32_t* token_ids, float* out, int64_t first,
 void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last);
 void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
 void add_rows(float* x, const float* y, int64_t width, int64_t first, int64_t last);
+void exp_values(const float* x, float* out, int64_t count);
 void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 
 void linear(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride, int64_t first_row,

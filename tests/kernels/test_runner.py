@@ -1,0 +1,323 @@
+"""The step runner on a small random model: what a request gets does not depend on how its steps were put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.ops.program import Program, ProgramRecorder
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS, POSITIONS = 64, 4, 2, 16, 96, 501, 2, 640
+
+
+def record(kernels: ModuleType, form: str) -> Program:
+    """Two layers of a llama, with weights of every kind this backend has if form is "mixed"."""
+    rng = np.random.default_rng(11)
+    forms = iter(["int8", "int4", "bf16", "f32"] * 4 if form == "mixed" else [form] * 16)
+
+    def matrix(name: str, num_outputs: int, num_inputs: int) -> str:
+        values = (rng.normal(size=(num_outputs, num_inputs)) / num_inputs**0.5).astype(np.float32)
+        return recorder.weight(name, kernels.pack(next(forms), num_inputs, [("F32", values.view(np.uint8), None)]))
+
+    def vector(name: str, size: int) -> str:
+        return recorder.weight(name, rng.uniform(0.5, 1.5, size).astype(np.float32))
+
+    angle = np.arange(POSITIONS)[:, None] * 100.0 ** (-np.arange(DIM // 2) / (DIM // 2))
+    recorder = ProgramRecorder(HEADS, KV_HEADS, DIM, VOCAB)
+    rope = recorder.weight("rope", np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32))
+    x, y, hidden = (recorder.buffer("tokens", HIDDEN) for _ in range(3))
+    qkv = recorder.buffer("tokens", (HEADS + 2 * KV_HEADS) * DIM)
+    q, attended = (recorder.buffer("tokens", HEADS * DIM) for _ in range(2))
+    gate_up, inner = recorder.buffer("tokens", 2 * INNER), recorder.buffer("tokens", INNER)
+    last, logits = recorder.buffer("wanted", HIDDEN), recorder.buffer("wanted", VOCAB)
+
+    recorder.embed(matrix("embed", VOCAB, HIDDEN), x)
+    for layer in range(LAYERS):
+        recorder.rms_norm(x, vector(f"norm1.{layer}", HIDDEN), 1e-5, y)
+        recorder.linear(y, matrix(f"q.{layer}", HEADS * DIM, HIDDEN), qkv, bias=vector(f"q_bias.{layer}", HEADS * DIM))
+        recorder.linear(y, matrix(f"kv.{layer}", 2 * KV_HEADS * DIM, HIDDEN), qkv, out_column=HEADS * DIM)
+        recorder.rope_write_kv(qkv, rope, layer, q)
+        recorder.paged_attention(q, layer, DIM**-0.5, attended)
+        recorder.linear(attended, matrix(f"o.{layer}", HIDDEN, HEADS * DIM), hidden)
+        recorder.add(x, hidden)
+        recorder.rms_norm(x, vector(f"norm2.{layer}", HIDDEN), 1e-5, y)
+        recorder.linear(y, matrix(f"gate_up.{layer}", 2 * INNER, HIDDEN), gate_up)
+        recorder.silu_mul(gate_up, inner)
+        recorder.linear(inner, matrix(f"down.{layer}", HIDDEN, INNER), hidden)
+        recorder.add(x, hidden)
+    recorder.select_wanted(x, last)
+    recorder.linear(last, matrix("head", VOCAB, HIDDEN), logits)
+    recorder.sample(logits)
+    return recorder.finish()
+
+
+def bind(kernels: ModuleType, path: str, program: Program, num_threads: int = 1, block_size: int = 16,
+         num_blocks: int = 64, dtype: str = "bf16") -> Any:
+    buffers = [(b.buffer_id, b.rows, b.width) for b in program.buffers]
+    nodes = [(n.verb, list(n.inputs), -1 if n.output is None else n.output, list(n.weights), dict(n.attrs))
+             for n in program.nodes]
+    kv = {"num_layers": LAYERS, "num_kv_heads": program.num_kv_heads, "head_dim": program.head_dim,
+          "block_size": block_size, "num_blocks": num_blocks, "dtype": dtype}
+    return kernels.Runner(path, num_threads, buffers, nodes, dict(program.weights), program.num_heads,
+                          program.num_kv_heads, program.head_dim, program.vocab_size, kv)
+
+
+def ints(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+class Requests:
+    """A few requests on one runner: each keeps its tokens, its blocks and what it was given."""
+
+    def __init__(self, runner: Any, prompts: Sequence[NDArray[np.int32]], block_size: int = 16, seed: int = 0,
+                 temperature: float = 0.8) -> None:
+        self.runner, self.temperature = runner, temperature
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.num_computed = [0] * len(prompts)
+        self.logits: list[list[bytes]] = [[] for _ in prompts]
+        self.logprobs: list[list[float]] = [[] for _ in prompts]
+        blocks = 128 // block_size
+        self.tables = np.random.default_rng(seed).permutation(len(prompts) * blocks).astype(np.int32).reshape(-1, blocks)
+        runner.poison(self.tables.reshape(-1))
+
+    def step(self, counts: dict[int, int], copies: NDArray[np.int32] | None = None) -> None:
+        """Runs `counts` tokens of some requests; whoever has caught up gets a new token."""
+        rows = list(counts)
+        starts = np.concatenate([[0], np.cumsum(list(counts.values()))]).astype(np.int32)
+        token_ids = [t for r in rows for t in self.tokens[r][self.num_computed[r] : self.num_computed[r] + counts[r]]]
+        positions = [p for r in rows for p in range(self.num_computed[r], self.num_computed[r] + counts[r])]
+        wanting = [i for i, r in enumerate(rows) if self.num_computed[r] + counts[r] == len(self.tokens[r])]
+        w = len(wanting)
+        ids, logprobs, logits = self.runner.step(
+            ints(*token_ids), ints(*positions), starts, np.ascontiguousarray(self.tables[rows]),
+            np.array([starts[i + 1] - 1 for i in wanting], np.int32),
+            np.zeros((0, 2), np.int32) if copies is None else copies,
+            np.full(w, self.temperature, np.float32), np.full(w, 50, np.int32), np.full(w, 0.95, np.float32),
+            np.array([rows[i] + 100 for i in wanting], np.uint64), np.zeros(w, np.uint32), np.zeros(w, np.uint32),
+            np.array([len(self.tokens[rows[i]]) for i in wanting], np.uint64), np.ones(w, np.uint8), wants_logits=True)
+        for row, count in counts.items():
+            self.num_computed[row] += count
+        for i, token, logprob, row_logits in zip(wanting, ids, logprobs, logits, strict=True):
+            self.tokens[rows[i]].append(int(token))
+            self.logprobs[rows[i]].append(float(logprob))
+            self.logits[rows[i]].append(row_logits.tobytes())
+
+    def generate(self, row: int, num_tokens: int, chunk: int = 1000) -> None:
+        end = len(self.tokens[row]) + num_tokens
+        while len(self.tokens[row]) < end:
+            self.step({row: min(chunk, len(self.tokens[row]) - self.num_computed[row])})
+
+    def outcome(self, row: int) -> tuple[list[int], list[bytes], list[float]]:
+        return self.tokens[row], self.logits[row], self.logprobs[row]
+
+
+def prompts(count: int = 5) -> list[NDArray[np.int32]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, VOCAB, length).astype(np.int32) for length in (1, 40, 17, 64, 33)[:count]]
+
+
+def alone(kernels: ModuleType, path: str, program: Program, dtype: str = "bf16") -> list[Any]:
+    """Every prompt by itself, whole, on one thread: eight tokens each."""
+    requests = Requests(bind(kernels, path, program, dtype=dtype), prompts())
+    for row in range(len(requests.tokens)):
+        requests.generate(row, 8)
+        assert min(requests.tokens[row]) >= 0
+    return [requests.outcome(row) for row in range(len(requests.tokens))]
+
+
+@pytest.mark.parametrize("form, dtype", [("mixed", "bf16"), ("mixed", "f32"), ("int8", "bf16"), ("int4", "bf16"),
+                                         ("bf16", "bf16"), ("f32", "f32")])
+def test_a_request_is_the_same_in_any_company(kernels: ModuleType, path: str, form: str, dtype: str) -> None:
+    program = record(kernels, form)
+    expected = alone(kernels, path, program, dtype)
+    for num_threads, block_size, chunk in ((1, 16, 7), (2, 32, 16), (3, 64, 50)):
+        runner = bind(kernels, path, program, num_threads, block_size, dtype=dtype)
+        requests = Requests(runner, prompts(), block_size, seed=num_threads)
+        while any(len(requests.tokens[r]) < len(expected[r][0]) for r in range(5)):
+            requests.step({r: min(chunk, len(requests.tokens[r]) - requests.num_computed[r]) for r in range(5)
+                           if len(requests.tokens[r]) < len(expected[r][0])})
+        for row in range(5):
+            assert requests.outcome(row) == expected[row], (num_threads, row)
+        runner.close()
+
+
+def test_many_rows_at_once_are_the_rows_alone(kernels: ModuleType, path: str) -> None:
+    program = record(kernels, "mixed")
+    expected = alone(kernels, path, program)
+    order = [1, 3, 4, 2, 0, 1, 3]    # some prompts twice: 200 tokens in a step, beyond every row tile
+    requests = Requests(bind(kernels, path, program, 2), [prompts()[i] for i in order])
+    requests.step({row: len(requests.tokens[row]) for row in range(len(order))})
+    for row, i in enumerate(order):
+        assert requests.logits[row][0] == expected[i][1][0]
+
+
+def test_a_thousand_steps_on_three_threads(kernels: ModuleType) -> None:
+    path = kernels.paths()[0]
+    program = record(kernels, "int8")
+    single, pool = (Requests(bind(kernels, path, program, n), prompts(3)) for n in (1, 3))
+    for requests in (single, pool):
+        for step in range(1000):
+            if step % 50 == 0:    # start over: recompute from the first token
+                requests.num_computed = [0, 0, 0]
+                requests.tokens = [list(prompt) for prompt in prompts(3)]
+            row = step % 3
+            requests.step({row: len(requests.tokens[row]) - requests.num_computed[row]})
+    for row in range(3):
+        assert pool.outcome(row) == single.outcome(row)
+
+
+def test_a_copied_block_is_read_as_if_it_had_been_computed(kernels: ModuleType, path: str) -> None:
+    program = record(kernels, "f32")
+    prompt = prompts()[1]
+    requests = Requests(bind(kernels, path, program), [prompt, prompt])
+    requests.generate(0, 1)
+    whole_blocks = 2
+    copies = np.stack([requests.tables[0, :whole_blocks], requests.tables[1, :whole_blocks]], axis=1)
+    requests.num_computed[1] = 16 * whole_blocks
+    requests.step({1: len(prompt) - 16 * whole_blocks}, np.ascontiguousarray(copies))
+    assert requests.logits[1][0] == requests.logits[0][0]
+
+
+def test_a_step_of_prompt_chunks_only_samples_nothing(kernels: ModuleType, path: str) -> None:
+    program = record(kernels, "int8")
+    requests = Requests(bind(kernels, path, program, 2), prompts())
+    requests.step({1: 20, 3: 30})
+    assert requests.logits[1] == requests.logits[3] == []
+    requests.generate(1, 8)
+    assert requests.outcome(1) == alone(kernels, path, program)[1]
+
+
+def test_an_empty_step_is_nothing(kernels: ModuleType, path: str) -> None:
+    runner = bind(kernels, path, record(kernels, "f32"), 2)
+    ids, logprobs, logits = step_of(runner, token_ids=ints(), positions=ints(), row_starts=ints(0),
+                                    block_tables=np.zeros((0, 4), np.int32), wanted=ints())
+    assert len(ids) == len(logprobs) == 0 and logits is None
+
+
+def step_of(runner: Any, **changes: Any) -> Any:
+    """A good step of two rows, with some of its arrays replaced."""
+    wanted = changes.get("wanted", ints(1, 2))
+    w = len(wanted)
+    arrays = {
+        "token_ids": ints(1, 2, 3), "positions": ints(0, 1, 0), "row_starts": ints(0, 2, 3),
+        "block_tables": np.array([[0, 1], [2, 3]], np.int32), "wanted": wanted, "copies": np.zeros((0, 2), np.int32),
+        "temperature": np.zeros(w, np.float32), "top_k": np.zeros(w, np.int32), "top_p": np.ones(w, np.float32),
+        "seed": np.zeros(w, np.uint64), "prompt_index": np.zeros(w, np.uint32), "choice_index": np.zeros(w, np.uint32),
+        "position": np.zeros(w, np.uint64), "wants_logprob": np.zeros(w, np.uint8),
+    }
+    return runner.step(**{**arrays, **changes})
+
+
+BAD_STEPS: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": ints(1, VOCAB, 3)}, f"token id {VOCAB} is outside the vocabulary"),
+    ({"token_ids": ints(1, -1, 3)}, "token id -1"),
+    ({"positions": ints(0, 2, 0)}, "positions of row 0 are not consecutive"),
+    ({"positions": ints(0, 1, POSITIONS)}, f"position {POSITIONS} is outside the rope table"),
+    ({"positions": ints(0, 1, -1)}, "position -1"),
+    ({"positions": ints(0, 1, 32)}, "row 1 needs 3 blocks, its table has 2"),
+    ({"positions": ints(0, 1)}, "positions: has 2 entries, needs 3"),
+    ({"row_starts": ints(0, 4, 3)}, "row_starts must not decrease"),
+    ({"row_starts": ints(1, 2, 3)}, "row_starts must go from 0"),
+    ({"row_starts": ints(0, 2, 2)}, "row_starts must go from 0"),
+    ({"row_starts": ints()}, "row_starts: needs one entry more"),
+    ({"block_tables": np.array([[0, 1], [64, 3]], np.int32)}, "block id 64 of row 1"),
+    ({"block_tables": np.array([[-1, 1], [2, 3]], np.int32)}, "block id -1 of row 0"),
+    ({"block_tables": np.array([[0, 1]], np.int32)}, "block_tables: needs one row for every row"),
+    ({"wanted": ints(1, 3)}, "wanted must be ascending token indices below 3, got 3"),
+    ({"wanted": ints(2, 1)}, "wanted must be ascending"),
+    ({"wanted": ints(-1, 1)}, "wanted must be ascending"),
+    ({"copies": np.array([[0, 64]], np.int32)}, "block id 64 of a copy"),
+    ({"temperature": np.zeros(1, np.float32)}, "temperature: has 1 entries, needs 2"),
+    ({"token_ids": np.zeros(3, np.int64)}, "token_ids: needs a C-contiguous array of int32"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD_STEPS, ids=[message for _, message in BAD_STEPS])
+def test_a_bad_index_is_refused_and_harms_nothing(kernels: ModuleType, changes: dict[str, Any], message: str) -> None:
+    runner = bind(kernels, kernels.paths()[0], record(kernels, "f32"))
+    good = step_of(runner, wants_logits=True)[2]
+    with pytest.raises(ValueError, match=message):
+        step_of(runner, **changes)
+    assert step_of(runner, wants_logits=True)[2].tobytes() == good.tobytes()
+
+
+def test_entries_past_a_rows_need_are_never_read(kernels: ModuleType, path: str) -> None:
+    runner = bind(kernels, path, record(kernels, "f32"))
+    tables = np.array([[0, -7], [2, 10**6]], np.int32)
+    ids, _, _ = step_of(runner, block_tables=tables)
+    assert ids.tolist() == step_of(runner)[0].tolist()
+
+
+def one_node(kernels: ModuleType, node: tuple[Any, ...], width: int = 32, **kv_changes: Any) -> Any:
+    """A runner for a program of one node over buffers 0, 1 (tokens) and 2 (wanted)."""
+    values = np.zeros((96, 32), np.float32)
+    weights = {"matrix": kernels.pack("f32", 32, [("F32", values.view(np.uint8), None)]), "norm": np.ones(32, np.float32),
+               "rope": np.zeros((8, 16), np.float32)}
+    kv = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "block_size": 16, "num_blocks": 2, "dtype": "bf16"}
+    buffers = [(0, "tokens", 32), (1, "tokens", width), (2, "wanted", 96)]
+    return kernels.Runner(kernels.paths()[0], 1, buffers, [node], weights, 2, 1, 16, 96, {**kv, **kv_changes})
+
+
+BAD_NODES: list[tuple[tuple[Any, ...], str]] = [
+    (("softmax", [0], 1, [], {}), r"node 0 \(softmax\): unknown verb; choose from add, embed"),
+    (("add", [0, 1], 0, [], {"scale": 2.0}), r"node 0 \(add\): unknown attribute scale"),
+    (("add", [0, 1], 1, [], {}), r"node 0 \(add\): its output must be its first input"),
+    (("add", [0], 0, [], {}), r"node 0 \(add\): takes 2 inputs, got 1"),
+    (("rms_norm", [0], 1, ["norm"], {}), r"node 0 \(rms_norm\): attribute eps is missing"),
+    (("rms_norm", [0], 1, ["missing"], {"eps": 1e-5}), r"node 0 \(rms_norm\): unknown weight missing"),
+    (("rms_norm", [0], 1, ["matrix"], {"eps": 1e-5}), r"node 0 \(rms_norm\): weight matrix must be a float32 array"),
+    (("linear", [0], 1, ["norm"], {}), r"node 0 \(linear\): weight norm must be packed"),
+    (("linear", [0], 1, ["matrix"], {}), r"node 0 \(linear\): columns 0 to 96 do not fit buffer 1"),
+    (("linear", [0], 2, ["matrix"], {}), r"node 0 \(linear\): buffer 2 must have the rows of tokens"),
+    (("linear", [7], 2, ["matrix"], {}), r"node 0 \(linear\): unknown buffer 7"),
+    (("silu_mul", [0], 1, [], {}), r"node 0 \(silu_mul\): buffer 0 is 32 wide, needs 64"),
+    (("rope_write_kv", [0], 1, ["rope"], {"layer": 0}), r"node 0 \(rope_write_kv\): buffer 0 is 32 wide, needs 64"),
+    (("paged_attention", [0], 1, [], {"layer": 1, "scale": 1.0}), r"node 0 \(paged_attention\): layer is not one"),
+    (("sample", [0], -1, [], {}), r"node 0 \(sample\): buffer 0 must have the rows of wanted"),
+    (("embed", [], 1, ["matrix"], {"x": 1}), r"node 0 \(embed\): unknown attribute x"),
+    (("select_wanted", [0], 2, [], {}), r"node 0 \(select_wanted\): buffer 2 is 96 wide, needs 32"),
+]
+
+
+@pytest.mark.parametrize("node, message", BAD_NODES, ids=[message for _, message in BAD_NODES])
+def test_a_bad_program_is_refused_by_node(kernels: ModuleType, node: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        one_node(kernels, node)
+
+
+def test_a_bad_cache_is_refused(kernels: ModuleType) -> None:
+    good = ("add", [0, 1], 0, [], {})
+    for changes, message in (({"block_size": 24}, "block_size must be 16, 32 or 64"), ({"dtype": "int8"}, "dtype must be"),
+                             ({"head_dim": 32}, "the cache's heads"), ({"pages": 3}, "unknown entry pages")):
+        with pytest.raises(ValueError, match=message):
+            one_node(kernels, good, **changes)
+    with pytest.raises(ValueError, match="path"):
+        kernels.Runner("sse9", 1, [], [], {}, 2, 1, 16, 96, {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16,
+                                                            "block_size": 16, "num_blocks": 2, "dtype": "f32"})
+
+
+def test_the_profile_counts_every_operation_of_a_step(kernels: ModuleType) -> None:
+    runner = bind(kernels, kernels.paths()[0], record(kernels, "int8"))
+    step_of(runner)
+    runner.profile(True)
+    for _ in range(3):
+        step_of(runner)
+    runner.profile(False)
+    calls = {label: count for label, count, _ in runner.profile_report()}
+    assert calls["paged_attention"] == 3 * LAYERS and calls["sample"] == 3
+    assert calls[f"linear {VOCAB}x{HIDDEN} int8"] == 3
+    assert all(seconds >= 0 for _, _, seconds in runner.profile_report())
+
+
+def test_a_closed_runner_says_so(kernels: ModuleType) -> None:
+    runner = bind(kernels, kernels.paths()[0], record(kernels, "f32"), 3)
+    assert runner.kv_bytes == 64 * 16 * 2 * LAYERS * KV_HEADS * DIM * 2
+    runner.close()
+    runner.close()
+    with pytest.raises(ValueError, match="closed"):
+        step_of(runner)
