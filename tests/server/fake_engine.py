@@ -19,7 +19,7 @@ from paceline.model.dummy import DUMMY_CHAT_TEMPLATE, END_TOKEN_ID, dummy_tokeni
 from paceline.model.tokenizer import Tokenizer
 from paceline.request import FinishReason, StopMatch
 
-PANGRAM = "the quick brown fox jumps over the lazy dog and ".encode()
+PANGRAM = b"the quick brown fox jumps over the lazy dog and "
 NUM_BLOCKS = 100
 
 
@@ -143,6 +143,7 @@ class FakeEngine:
 
     async def drain(self, grace_seconds: float) -> None:
         self.state = "draining"
+        self._changed.set()
         try:
             async with asyncio.timeout(grace_seconds):
                 await self.until(lambda: not self._running)
