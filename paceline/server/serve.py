@@ -126,6 +126,7 @@ class Service:
         listener = bind(self._config.host, self._config.port)
         self._watch_signals()
         serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        serving.add_done_callback(lambda _: self._stop_asked.set())    # should it fail, nobody waits for ever
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         on_event(f"listening on http://{host}:{listener.getsockname()[1]}")
         try:

@@ -52,6 +52,23 @@ def test_a_reset_connection_counts_as_hanging_up(held: RunningServer) -> None:
     held.until(lambda: held.engine.num_unfinished == 0)
 
 
+def test_hanging_up_while_the_prompt_is_tokenised(held: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, encode = held.engine.model.tokenizer, held.engine.model.tokenizer.encode
+    has_begun, may_finish = threading.Event(), threading.Event()
+
+    def slow(text: str, add_special_tokens: bool) -> list[int]:
+        has_begun.set()
+        may_finish.wait(20)
+        return encode(text[:10], add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    with connect(held.port) as connection:
+        connection.sendall(json_request("/v1/completions", ENDLESS | {"prompt": "x" * 5000}))
+        assert has_begun.wait(20)
+    may_finish.set()
+    held.until(lambda: held.engine.aborted and held.engine.num_unfinished == 0)
+
+
 def test_finished_requests_are_not_aborted(server: RunningServer) -> None:
     server.completion(stream=True)
     server.completion()

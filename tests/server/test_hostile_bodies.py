@@ -36,7 +36,8 @@ BAD_JSON: list[tuple[bytes, str | None, str]] = [
     (b'{"prompt": "\\ud83d"}', "prompt", "surrogate"), (b'{"prompt": "\\ud83d", "n": 1}', "prompt", "surrogate"),
     (b'{"n": 1, "prompt": ["a", {"b": "\\udc00"}]}', "prompt", "surrogate"), (b'{"\\ud83d": 1}', None, "surrogate"),
     (b'{"n": 1, "prompt": "\xff"}', "prompt", "UTF-8"), (b'{"prompt": "\xc3"}', "prompt", "UTF-8"),
-    (b"\xff", None, "UTF-8"), (b'{"prompt": "\xed\xa0\xbd"}', "prompt", "UTF-8"), (b'{"prompt": "\x00"}', "prompt", "control"),
+    (b"\xff", None, "UTF-8"),
+    (b'{"prompt": "\xed\xa0\xbd"}', "prompt", "UTF-8"), (b'{"prompt": "\x00"}', "prompt", "control"),
     (b'{"prompt": "\\"', "prompt", "JSON"),
 ]
 

@@ -83,6 +83,42 @@ def test_an_engine_that_dies_between_check_and_submit(server: RunningServer) -> 
     assert server.completion(stream=True).status_code == 503
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_of_ours_is_a_500_and_not_the_end(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine.model.tokenizer, "encode", lambda *args: 1 / 0)
+        response = server.completion(stream=stream)
+        assert response.status_code == 500
+        assert response.json()["error"] == {
+            "message": "internal error; the server's log has the details", "type": "server_error", "param": None,
+            "code": "internal_error"}
+    assert server.completion(stream=stream).status_code == 200
+
+
+def test_a_bug_in_the_middle_of_a_stream_ends_it(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.on_loop(server.engine.hold)
+    with connect(server.port) as connection:
+        connection.sendall(json_request("/v1/completions", ENDLESS | {"stream": True}))
+        server.until(lambda: server.engine.num_unfinished == 1)
+        server.on_loop(server.engine.step)
+        read_until(connection, b"\n\n")
+        monkeypatch.setattr("paceline.server.generation.Choice.take", lambda *args: 1 / 0)
+        server.on_loop(server.engine.step)
+        assert b'"internal_error"' in read_until(connection, b"\r\n0\r\n\r\n")
+    server.until(lambda: server.engine.num_unfinished == 0)
+
+
+def test_what_comes_after_the_cut_is_refused(start_server: StartServer) -> None:
+    server = start_server()
+    server.on_loop(server.service._live.cut_all)
+    for stream in (False, True):
+        response = server.completion(stream=stream)
+        assert response.status_code == 503 and "shutting down" in response.json()["error"]["message"]
+    assert not server.engine.submitted
+
+
 def test_draining_refuses_the_new_and_finishes_the_old(start_server: StartServer) -> None:
     server = start_server(grace_seconds=60.0)
     server.on_loop(server.engine.hold)

@@ -115,6 +115,14 @@ def test_characters_are_sent_whole_and_held_text_is_not_lost(server: RunningServ
     assert contents == ["", "é", "🙂", " ", '"', "\n", "\\", " ", "<sto", None]    # held back until it cannot match
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+def test_a_limit_inside_a_character_ends_both_alike(server: RunningServer, max_tokens: int) -> None:
+    server.on_loop(setattr, server.engine, "script", saying("🙂", ends=False))
+    [choice] = server.completion(max_tokens=max_tokens).json()["choices"]
+    chunks = events(server.completion(stream=True, max_tokens=max_tokens))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+
+
 def test_no_text_past_a_stop_string_is_sent(server: RunningServer) -> None:
     server.on_loop(setattr, server.engine, "script", saying("one STOP two", ends=False))
     chunks = events(server.completion(stream=True, stop="STOP", max_tokens=50))
