@@ -139,6 +139,7 @@ def field_at(text: str) -> str | None:
             depth += 1
         elif token in "]}":
             depth -= 1
+            field = field if depth else None
         elif depth == 1:
             field = last_string if token == ":" else None
     return field if field is None else field[:64]

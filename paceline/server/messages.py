@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, Unsupported
-from .fields import string, unknown_fields
+from .fields import unknown_fields
 from .replies import shown
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": _read_role(f"{name}.role", value.get("role"))}
     message["content"] = _read_content(f"{name}.content", value.get("content"))
     if value.get("name") is not None:
-        message["name"] = string(f"{name}.name", value["name"])
+        if not isinstance(value["name"], str):
+            raise RequestError(f"{name}.name: must be a string, got {shown(value['name'])}", "messages")
+        message["name"] = value["name"]
     return message
 
 

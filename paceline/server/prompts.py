@@ -13,7 +13,7 @@ from .engine_port import ServedModel
 from .fields import check_token_ids
 from .replies import shown
 
-MAX_INLINE_CHARS = 4096          # shorter text is tokenised on the event loop: about a millisecond
+MAX_INLINE_CHARS = 2048          # shorter text is tokenised on the event loop: about a millisecond
 FALLBACK_TOKEN_CHARS = 512       # characters one token may stand for, when the tokenizer does not tell
 T = TypeVar("T")
 

@@ -40,11 +40,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
             self._num_head_bytes += len(data)
-            if self._head_timer is None:
-                self._arm_head_timer()
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes", "head_too_large")
+
+    def on_message_begin(self) -> None:
+        if self._head_timer is None:
+            self._arm_head_timer()
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False

@@ -26,16 +26,21 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 MAX_IGNORED_SHOWN = 20
+SHUTTING_DOWN = "the server is shutting down"
 LOGGER = logging.getLogger("paceline.server")
 
 
 class LiveReplies:
-    """The replies being written now; at shutdown the last of them are cut."""
+    """The replies being written now. At shutdown the last of them are cut, and no other begins."""
 
     def __init__(self) -> None:
         self._live: set[Reply] = set()
+        self._is_closed = False
 
     def add(self, reply: Reply) -> None:
+        """Raises EngineDead after cut_all: a body or a long prompt may have taken until then."""
+        if self._is_closed:
+            raise EngineDead(SHUTTING_DOWN)
         self._live.add(reply)
 
     def discard(self, reply: Reply) -> None:
@@ -45,6 +50,7 @@ class LiveReplies:
         return len(self._live)
 
     def cut_all(self) -> None:
+        self._is_closed = True
         for reply in tuple(self._live):
             reply.cut()
 
@@ -64,22 +70,26 @@ class Reply:
             self._cut.set_result(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = Generation(self._engine, self._call)
+        self._live.add(self)
+        try:
+            await self._run(Generation(self._engine, self._call), receive, send)
+        finally:
+            self._live.discard(self)
+
+    async def _run(self, generation: Generation, receive: Receive, send: Send) -> None:
         write = self._write_stream if self._call.is_stream else self._write_body
         work = asyncio.ensure_future(write(generation, send))
         hang_up = asyncio.ensure_future(_client_gone(receive))
-        self._live.add(self)
         try:
             await asyncio.wait({work, hang_up, self._cut}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
             elif not hang_up.done():
-                raise EngineDead("the server is shutting down")
+                raise EngineDead(SHUTTING_DOWN)
         except Exception as error:
             await _cancelled(work)
             await self._fail(error, send)
         finally:
-            self._live.discard(self)
             hang_up.cancel()
             if not generation.is_finished:
                 generation.abort()

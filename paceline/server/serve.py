@@ -26,6 +26,7 @@ from .reply import LiveReplies
 
 EngineFactory: TypeAlias = Callable[[], Awaitable[Engine]]    # awaited on the loop; heavy work belongs in a thread
 KEEP_ALIVE_SECONDS = 65      # longer than the 60 of common load balancers
+BACKLOG = 2048
 CLOSE_SECONDS = 5            # for clients to take the last bytes, after the drain
 
 
@@ -125,6 +126,7 @@ class Service:
         listener = bind(self._config.host, self._config.port)
         self._watch_signals()
         serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        serving.add_done_callback(lambda _: self._stop_asked.set())    # should it fail, nobody waits for ever
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         on_event(f"listening on http://{host}:{listener.getsockname()[1]}")
         try:
@@ -175,11 +177,12 @@ class Service:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of that address, not listening yet."""
+    """A socket that listens on that address: who connects from now on is served when the loop runs."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

@@ -1,0 +1,182 @@
+"""Every field: its range, its type, its default; what is refused by name; what is ignored and told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import RequestError, Unsupported
+from paceline.server import fields
+
+from .conftest import MODEL, RunningServer, StartServer
+
+BAD_VALUES: list[tuple[str, Any, str]] = [
+    ("temperature", -0.1, "at least 0"), ("temperature", 2.1, "at most 2"), ("temperature", 999999, "at most 2"),
+    ("temperature", "1", "a number"), ("temperature", True, "a number"), ("temperature", [1], "a number"),
+    ("top_p", -1, "at least 0"), ("top_p", 1.01, "at most 1"), ("top_p", False, "a number"),
+    ("top_k", -2, "at least -1"), ("top_k", 1.5, "an integer"), ("top_k", "5", "an integer"),
+    ("max_tokens", -1, "at least 0"), ("max_tokens", 1.5, "an integer"), ("max_tokens", True, "an integer"),
+    ("max_tokens", "16", "an integer"), ("max_tokens", 1e300, "an integer"), ("max_completion_tokens", -1, "at least"),
+    ("n", 0, "at least 1"), ("n", -1, "at least 1"), ("n", 129, "at most 128"), ("n", 5000000, "at most 128"),
+    ("n", True, "an integer"), ("n", "2", "an integer"),
+    ("seed", 2**63, "at most"), ("seed", -(2**63) - 1, "an integer"), ("seed", 2**70, "an integer"),
+    ("seed", "1", "an integer"), ("seed", 0.5, "an integer"),
+    ("stream", "true", "true or false"), ("stream", 1, "true or false"), ("ignore_eos", 0, "true or false"),
+    ("stop", "", "1 to 1024 characters"), ("stop", ["", "a"], "1 to 1024 characters"), ("stop", 5, "a string"),
+    ("stop", ["a"] * 5, "at most 4"), ("stop", [1], "a string"), ("stop", [None], "a string"),
+    ("stop", "x" * 1025, "1 to 1024 characters"), ("stop", {"a": 1}, "a string"),
+    ("stop_token_ids", [300], "not in the vocabulary"), ("stop_token_ids", [-1], "not in the vocabulary"),
+    ("stop_token_ids", ["a"], "list of integers"), ("stop_token_ids", [True], "list of integers"),
+    ("stop_token_ids", 5, "list of token ids"), ("stop_token_ids", [1] * 129, "at most 128"),
+    ("user", 5, "a string"), ("user", "x" * 1025, "at most 1024"), ("priority", 2**31, "at most"),
+    ("priority", "high", "an integer"), ("cache_salt", "", "at least 1"), ("cache_salt", 5, "a string"),
+    ("model", 5, "a string"), ("model", "", "at least 1"), ("best_of", 0, "at least 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES)
+def test_a_bad_value_is_refused_with_field_and_limit(server: RunningServer, name: str, value: Any, limit: str) -> None:
+    for answer in (server.completion, server.chat):
+        response = answer(**{name: value})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert error["param"] == name and error["type"] == "invalid_request_error"
+        assert error["message"].startswith(f"{name}: ") and limit in error["message"]
+    assert not server.engine.submitted
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("temperature", 0), ("temperature", 2), ("temperature", 2.0), ("top_p", 1), ("n", 128), ("seed", 2**63 - 1),
+    ("seed", -(2**63)), ("max_tokens", 16.0), ("stop", []), ("stop", ["a", "b", "c", "d"]), ("stop_token_ids", []),
+    ("stop_token_ids", [0, 299]), ("user", ""), ("priority", -5)])
+def test_the_edges_are_legal(server: RunningServer, name: str, value: Any) -> None:
+    assert server.completion(**{"max_tokens": 1, name: value}).status_code == 200
+
+
+UNSUPPORTED: list[tuple[str, Any]] = [
+    ("logprobs", 0), ("logprobs", 5), ("logprobs", True), ("top_logprobs", 2), ("prompt_logprobs", 0),
+    ("logit_bias", {"5": -100}), ("presence_penalty", 0.5), ("frequency_penalty", -2), ("repetition_penalty", 1.1),
+    ("repetition_penalty", 0), ("presence_penalty", False), ("min_p", 0.1), ("min_tokens", 5), ("typical_p", 0.5),
+    ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("response_format", "text"), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("grammar", "root"),
+    ("bad_words", ["x"]), ("best_of", 2), ("use_beam_search", True), ("skip_special_tokens", False),
+    ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 5), ("store", True), ("service_tier", "flex"),
+]
+UNSUPPORTED_CHAT: list[tuple[str, Any]] = [
+    ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "auto"), ("tool_choice", "required"),
+    ("parallel_tool_calls", False), ("functions", [{"name": "f"}]), ("echo", True), ("chat_template", "x"),
+    ("chat_template_kwargs", {"a": 1}), ("modalities", ["audio"]), ("reasoning_effort", "low"),
+]
+NEUTRAL: list[tuple[str, Any]] = [
+    ("logprobs", None), ("logprobs", False), ("top_logprobs", 0), ("presence_penalty", 0), ("frequency_penalty", 0.0),
+    ("repetition_penalty", 1), ("repetition_penalty", 1.0), ("min_p", 0), ("min_tokens", 0), ("logit_bias", {}),
+    ("response_format", {"type": "text"}), ("response_format", None), ("best_of", 1), ("bad_words", []),
+    ("skip_special_tokens", True), ("store", False), ("service_tier", "auto"),
+]
+NEUTRAL_CHAT: list[tuple[str, Any]] = [
+    ("tools", []), ("tool_choice", "none"), ("parallel_tool_calls", True), ("echo", False), ("modalities", ["text"])]
+
+
+@pytest.mark.parametrize(("name", "value"), [*UNSUPPORTED, ("suffix", "end")])
+def test_a_known_field_we_do_not_serve_is_refused_by_name(server: RunningServer, name: str, value: Any) -> None:
+    error = server.completion(**{name: value}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED + UNSUPPORTED_CHAT)
+def test_so_it_is_in_a_chat(server: RunningServer, name: str, value: Any) -> None:
+    error = server.chat(**{name: value}).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(("name", "value"), [*NEUTRAL, ("suffix", ""), ("echo", False)])
+def test_but_asking_for_nothing_is_fine(server: RunningServer, name: str, value: Any) -> None:
+    response = server.completion(**{name: value})
+    assert response.status_code == 200 and "x-paceline-ignored" not in response.headers
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL + NEUTRAL_CHAT)
+def test_and_in_a_chat(server: RunningServer, name: str, value: Any) -> None:
+    response = server.chat(**{name: value})
+    assert response.status_code == 200 and "x-paceline-ignored" not in response.headers
+
+
+def test_best_of_may_repeat_n_but_not_undercut_it(server: RunningServer) -> None:
+    assert server.completion(n=2, best_of=2).status_code == 200
+    assert server.completion(n=2, best_of=1).json()["error"]["param"] == "best_of"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_fields_are_ignored_and_told(server: RunningServer, stream: bool) -> None:
+    options = {"stream_options": {"colour": 1}} if stream else {}
+    response = server.completion(foo=1, prompt_cache_key="k", stream=stream, **options)
+    expected = ["foo", "prompt_cache_key", *(["stream_options.colour"] if stream else [])]
+    assert response.headers["x-paceline-ignored"].split(", ") == expected
+    response = server.chat(messages=[{"role": "user", "content": "hi", "mood": "good"}])
+    assert response.headers["x-paceline-ignored"] == "messages.mood"
+
+
+def test_a_hostile_field_name_cannot_break_the_header(server: RunningServer) -> None:
+    hostile: dict[str, Any] = {"a\r\nset-cookie: x=1": 1, "ü" * 300: 2, **{f"field{index}": 1 for index in range(100)}}
+    response = server.completion(**hostile)
+    assert response.status_code == 200 and "set-cookie" not in response.headers
+    assert len(response.headers["x-paceline-ignored"]) < 2000
+
+
+def test_a_strict_server_refuses_unknown_fields(start_server: StartServer) -> None:
+    server = start_server(strict_fields=True)
+    assert server.completion().status_code == 200
+    assert server.completion(foo=1).json()["error"]["param"] == "foo"
+    assert server.completion(stream=True, stream_options={"foo": 1}).status_code == 400
+    assert server.chat(messages=[{"role": "user", "content": "hi", "mood": "good"}]).status_code == 400
+
+
+def test_the_model_name_is_checked(start_server: StartServer) -> None:
+    server = start_server(served_model_name="org/first, second")
+    assert server.completion(model="second").json()["model"] == "second"
+    assert server.completion(model=None).json()["model"] == "org/first"
+    response = server.completion(model=MODEL)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "org/first" in error["message"]
+    cards = server.get("/v1/models").json()
+    assert cards["object"] == "list" and [card["id"] for card in cards["data"]] == ["org/first", "second"]
+    card = server.get("/v1/models/org/first").json()
+    assert card == cards["data"][0] == server.get("/v1/models/org%2Ffirst").json()
+    assert (card["object"], card["owned_by"], card["max_model_len"]) == ("model", "paceline", 256)
+    assert server.get("/v1/models/nothing").json()["error"]["code"] == "model_not_found"
+    assert server.openai().models.retrieve("org/first").id == "org/first"
+    assert [one.id for one in server.openai().models.list()] == ["org/first", "second"]
+
+
+TEXTS = st.text("aé\n", max_size=5)
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(TEXTS, children, max_size=3),
+    max_leaves=6)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.dictionaries(st.sampled_from([*fields.CHAT, *fields.CHAT_NEUTRAL, *fields.SHAPED, "best_of"]), JSON_VALUES))
+def test_no_value_of_any_field_does_more_than_refuse(body: dict[str, Any]) -> None:
+    try:
+        values = fields.read_fields(body, fields.CHAT)
+        fields.refuse_unsupported(body, fields.CHAT_NEUTRAL)
+        fields.check_best_of(body, values["n"])
+        fields.read_stop(body.get("stop"))
+        fields.read_stop_token_ids(body.get("stop_token_ids"), 300)
+        fields.read_stream_options(body, values["stream"])
+    except RequestError as error:
+        assert error.param is not None
+        assert str(error).startswith(error.param) and len(str(error)) < 500
+
+
+def test_known_fields_are_either_served_or_refused() -> None:
+    for served, neutral in ((fields.COMPLETION, fields.COMPLETION_NEUTRAL), (fields.CHAT, fields.CHAT_NEUTRAL)):
+        assert not set(served) & set(neutral)
+    with pytest.raises(Unsupported):
+        fields.refuse_unsupported({"tools": [1]}, fields.CHAT_NEUTRAL)
