@@ -104,3 +104,18 @@ clean:
 extra = $$($(BIN)/python scripts/extra.py $(1))
 
 # --- kernels without Python, on this processor and on an emulated Arm one -------------------------------------------
+
+CMAKE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+KERNEL_TEST := -DCMAKE_BUILD_TYPE=Release -S csrc/tests
+
+test-native: $(INSTALLED)
+	$(CMAKE) $(KERNEL_TEST) -B build/kernel-test > /dev/null
+	$(CMAKE) --build build/kernel-test --parallel $(JOBS)
+	build/kernel-test/kernel_test
+
+test-arm: $(INSTALLED)
+	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null || { \
+	  echo "needs a cross compiler and an emulator; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	$(CMAKE) $(KERNEL_TEST) -B build/kernel-test-arm -DCMAKE_TOOLCHAIN_FILE=aarch64.cmake > /dev/null
+	$(CMAKE) --build build/kernel-test-arm --parallel $(JOBS)
+	qemu-aarch64 build/kernel-test-arm/kernel_test
