@@ -81,9 +81,23 @@ struct Sampling {
 };
 
 // Attention works in chunks of 64 keys inside segments of 512, both at absolute positions. One segment of one query head
-// leaves (m, l, o[head_dim]); segments are always merged left to right.
+// leaves a partial { m, l, 14 unused, o[head_dim] }; segments are always merged left to right.
 constexpr int kChunk = 64;
 constexpr int kSegment = 512;
+constexpr int kPartialHead = 16;
+constexpr int kMaxQueries = 96;    // query heads one attend call may hold: tokens x heads of the KV heads it covers
+constexpr int kMaxHeadDim = 256;
+
+// One piece of attention. With partials set, every segment of the range leaves a partial instead of a result.
+struct AttendJob {
+  int32_t row;
+  int32_t first, last;                   // query tokens, consecutive positions of one row
+  int32_t first_head, last_head;         // KV heads
+  int32_t first_segment, last_segment;   // segments; last_segment may lie past the end
+  int32_t next_row;                      // the row whose first keys the caller will want next, or -1
+  int64_t partial;                       // first float of the job's tokens in `partials`
+  int32_t partial_segments;              // segments a (token, head) has room for there
+};
 
 struct KernelTable {
   const char* name;
@@ -103,12 +117,15 @@ struct KernelTable {
   // attention.cpp: tokens [first, last)
   void (*rope_write_kv)(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
                         int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
-  // Query tokens [first, last) of one row and one KV head, segments [first_segment, last_segment): partials into
-  // `partials` [(token, head in group, segment)][2 + head_dim] (layout fixed in attention.cpp).
+  // out [token][num_heads][head_dim]; partials [token of the job][num_heads][partial_segments][kPartialHead + head_dim] or
+  // null. A row's query tokens have consecutive positions.
   void (*attend)(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
-                 int32_t row, int64_t first, int64_t last, int32_t kv_head, float* out);
+                 const AttendJob& job, float* out, float* partials);
+  // Heads [first_head, last_head) of one token: partials [head][partial_segments][...] -> out [head][head_dim].
+  void (*merge_segments)(const float* partials, int32_t partial_segments, int32_t num_segments, int32_t head_dim,
+                         int32_t first_head, int32_t last_head, float* out);
 
-  // sample.cpp: one row of logits
+  // sample.cpp: one row of logits; -1 where no finite maximum exists. logprob is written where the row wants it, else 0.
   int32_t (*sample)(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
                     void* scratch);
   size_t (*sample_scratch_bytes)(int64_t vocab_size);

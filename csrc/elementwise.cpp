@@ -1,0 +1,166 @@
+// Verbs that touch a row at a time: embed, rms_norm, silu_mul, add, and prepare (a linear's input rows).
+#include "simd.h"
+#include "units.h"
+
+namespace paceline {
+namespace PACELINE_ISA {
+namespace {
+
+typedef float any_f32 __attribute__((may_alias));
+
+float lane_of(f32x16 a, int lane) {
+  float all[16];
+  store(all, a);
+  return all[lane];
+}
+
+void embed_f32(const uint8_t* strip, int lane, int64_t num_inputs, float* out) {
+  const any_f32* from = reinterpret_cast<const any_f32*>(strip) + lane;
+  for (int64_t k = 0; k < num_inputs; ++k) out[k] = from[k * kStrip];
+}
+
+void embed_bf16(const uint8_t* strip, int lane, int64_t num_inputs, float* out) {
+  for (int64_t k = 0; k < num_inputs; k += 2) {
+    uint32_t pair;
+    memcpy(&pair, strip + (k / 2 * kStrip + lane) * 4, 4);
+    const uint32_t two[2] = {pair << 16, pair & 0xffff0000u};
+    memcpy(out + k, two, 8);
+  }
+}
+
+// d * q is exact in f32, so the sum below rounds once, as the reference's does.
+void embed_int8(const uint8_t* strip, int lane, int64_t num_inputs, float* out) {
+  for (int64_t k = 0; k < num_inputs; k += kGroup, strip += int8_block_bytes) {
+    const float d = lane_of(load_f16(reinterpret_cast<const uint16_t*>(strip + 32 * kStrip)), lane);
+    for (int i = 0; i < kGroup; ++i) {
+      out[k + i] = d * static_cast<float>(strip[(i / 4 * kStrip + lane) * 4 + i % 4] - 128);
+    }
+  }
+}
+
+void embed_int4(const uint8_t* strip, int lane, int64_t num_inputs, float* out) {
+  for (int64_t k = 0; k < num_inputs; k += kGroup, strip += int4_block_bytes) {
+    const float d = lane_of(load_f16(reinterpret_cast<const uint16_t*>(strip + 16 * kStrip)), lane);
+    const float m = lane_of(load_f16(reinterpret_cast<const uint16_t*>(strip + 18 * kStrip)), lane);
+    for (int i = 0; i < kGroup; ++i) {
+      const int two = strip[(i / 8 * kStrip + lane) * 4 + i % 4];
+      out[k + i] = d * static_cast<float>(i / 4 % 2 == 0 ? two & 15 : two >> 4) + m;
+    }
+  }
+}
+
+// Scales a group of 32 so that its largest magnitude becomes 127.
+void quantize_group(const float* x, int8_t* q, float* scale, float* scaled_sum, int32_t* sum) {
+  const f32x16 a = load(x), b = load(x + 16);
+  // Magnitudes compare as integers: a NaN or an infinity wins, makes the scale non-finite and so reaches the output.
+  const i32x16 magnitude = set1_i32(0x7fffffff);
+  const i32x16 most = max_i32(and_i32(as_i32(a), magnitude), and_i32(as_i32(b), magnitude));
+  const int32_t amax_bits = reduce_max_i32(most);
+  float amax;
+  memcpy(&amax, &amax_bits, 4);
+  const float s = amax / 127.0f;
+  *scale = s;
+  if (s == 0.0f) {
+    memset(q, 0, kGroup);
+    *scaled_sum = 0.0f;
+    *sum = 0;
+    return;
+  }
+  // The limit matters only where s is subnormal and its own rounding would push a quotient past 127.
+  const f32x16 limit = set1(127.0f), negative_limit = set1(-127.0f), divisor = set1(s);
+  const i32x16 qa = to_i32(max(min(div(a, divisor), limit), negative_limit));
+  const i32x16 qb = to_i32(max(min(div(b, divisor), limit), negative_limit));
+  store_low_i8(q, qa);
+  store_low_i8(q + 16, qb);
+  const int32_t total = reduce_add_i32(add_i32(qa, qb));
+  *sum = total;
+  *scaled_sum = s * static_cast<float>(total);
+}
+
+}  // namespace
+
+void embed(const Weight& w, const int32_t* token_ids, float* out, int64_t first, int64_t last) {
+  const int64_t groups = w.num_inputs / kGroup;
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t strip = token_ids[row] / kStrip;
+    const int lane = token_ids[row] % kStrip;
+    float* to = out + row * w.num_inputs;
+    switch (w.form) {
+      case Form::f32: embed_f32(w.data + strip * w.num_inputs * kStrip * 4, lane, w.num_inputs, to); break;
+      case Form::bf16: embed_bf16(w.data + strip * w.num_inputs * kStrip * 2, lane, w.num_inputs, to); break;
+      case Form::int8: embed_int8(w.data + strip * groups * int8_block_bytes, lane, w.num_inputs, to); break;
+      case Form::int4: embed_int4(w.data + strip * groups * int4_block_bytes, lane, w.num_inputs, to); break;
+    }
+  }
+}
+
+void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last) {
+  const int64_t whole = width / 16 * 16;
+  const int rest = static_cast<int>(width - whole);
+  for (int64_t row = first; row < last; ++row) {
+    const float* from = x + row * width;
+    float* to = out + row * width;
+    f32x16 squares = zero();
+    for (int64_t i = 0; i < whole; i += 16) {
+      const f32x16 v = load(from + i);
+      squares = fma(v, v, squares);
+    }
+    if (rest > 0) {
+      const f32x16 v = load_first(from + whole, rest);
+      squares = fma(v, v, squares);
+    }
+    const f32x16 factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(width) + eps));
+    for (int64_t i = 0; i < whole; i += 16) store(to + i, mul(mul(load(from + i), factor), load(weight + i)));
+    if (rest > 0) {
+      store_first(to + whole, mul(mul(load_first(from + whole, rest), factor), load_first(weight + whole, rest)), rest);
+    }
+  }
+}
+
+// silu(g) = g / (1 + e^-g): e^-g may be infinite, which gives the right 0.
+PL_INLINE f32x16 silu_times(f32x16 gate, f32x16 up) {
+  const f32x16 negative = as_f32(xor_i32(as_i32(gate), set1_i32(static_cast<int32_t>(0x80000000u))));
+  return mul(div(gate, add(set1(1.0f), exp(negative))), up);
+}
+
+void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last) {
+  const int64_t whole = inner / 16 * 16;
+  const int rest = static_cast<int>(inner - whole);
+  for (int64_t row = first; row < last; ++row) {
+    const float* gate = gate_up + row * 2 * inner;
+    const float* up = gate + inner;
+    float* to = out + row * inner;
+    for (int64_t i = 0; i < whole; i += 16) store(to + i, silu_times(load(gate + i), load(up + i)));
+    if (rest > 0) store_first(to + whole, silu_times(load_first(gate + whole, rest), load_first(up + whole, rest)), rest);
+  }
+}
+
+void add_rows(float* x, const float* y, int64_t width, int64_t first, int64_t last) {
+  const int64_t begin = first * width, end = last * width;
+  const int64_t whole = begin + (end - begin) / 16 * 16;
+  for (int64_t i = begin; i < whole; i += 16) store(x + i, add(load(x + i), load(y + i)));
+  const int rest = static_cast<int>(end - whole);
+  if (rest > 0) store_first(x + whole, add(load_first(x + whole, rest), load_first(y + whole, rest)), rest);
+}
+
+void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last) {
+  if (form == Form::f32) return;    // the kernel reads x itself
+  if (form == Form::bf16) {
+    const int64_t begin = first * num_inputs, end = last * num_inputs;
+    int64_t i = begin;
+    for (; i + 16 <= end; i += 16) store_bf16(out.bf16 + i, load(x + i));
+    if (i < end) {
+      uint16_t rounded[16];
+      store_bf16(rounded, load_first(x + i, static_cast<int>(end - i)));
+      memcpy(out.bf16 + i, rounded, 2 * static_cast<size_t>(end - i));
+    }
+    return;
+  }
+  for (int64_t group = first * (num_inputs / kGroup); group < last * (num_inputs / kGroup); ++group) {
+    quantize_group(x + group * kGroup, out.q + group * kGroup, out.scale + group, out.scaled_sum + group,
+                   out.sum + group);
+  }
+}
+
+}  // namespace PACELINE_ISA
+}  // namespace paceline

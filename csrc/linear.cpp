@@ -1,0 +1,247 @@
+// out[row][output] = sum over k of weight[output][k] * activation[row][k] + bias[output], for the four packed forms.
+//
+// Sixteen outputs lie in the lanes of a vector and K runs in order, so each output element is one chain of operations that
+// neither the size of a tile nor the number of threads can change. A tile is a few rows times a few strips: as many
+// accumulators as the registers hold, so that every weight loaded serves all rows of the tile.
+#include "simd.h"
+#include "units.h"
+
+namespace paceline {
+namespace PACELINE_ISA {
+namespace {
+
+// Tiles in rows x strips.
+#if defined(PACELINE_ISA_AVX512)
+constexpr int kFloatRows = 8, kFloatStrips = 3, kIntRows = 16;    // 24 or 16 accumulators of 32 registers
+#elif defined(PACELINE_ISA_AVX2)
+constexpr int kFloatRows = 6, kFloatStrips = 1, kIntRows = 4;     // 12 or 8 of 16
+#else
+constexpr int kFloatRows = 2, kFloatStrips = 1, kIntRows = 4;
+#endif
+static_assert(kFloatRows <= linear_max_tile_rows && kIntRows <= linear_max_tile_rows, "units.h states the largest tile");
+
+constexpr int kRowsAtOnce = 4;          // integer dot products in flight: enough to hide their latency
+constexpr int64_t kAhead = 4096;        // bytes of weights asked for ahead of use
+
+struct Tile {
+  const uint8_t* weights;      // first strip of the tile
+  int64_t strip_bytes, num_inputs;
+  const Activations* in;
+  int64_t row;
+  const float* bias;           // of the tile's first output, or null
+  float* out;                  // row `row`, first output
+  int64_t out_stride;
+  int64_t num_outputs;         // that exist from the tile's first output on
+};
+
+// Called with a constant r or s only, in unrolled loops: accumulators must stay in registers.
+PL_INLINE void finish(const Tile& t, int r, int s, f32x16 acc) {
+  float* to = t.out + r * t.out_stride + s * kStrip;
+  const int64_t left = t.num_outputs - s * kStrip;
+  if (left >= kStrip) {
+    store(to, t.bias == nullptr ? acc : add(acc, load(t.bias + s * kStrip)));
+  } else {
+    const int n = static_cast<int>(left);
+    store_first(to, t.bias == nullptr ? acc : add(acc, load_first(t.bias + s * kStrip, n)), n);
+  }
+}
+
+#define PL_UNROLL _Pragma("GCC unroll 16")
+
+template <int R, int S>
+void tile_f32(const Tile& t) {
+  f32x16 acc[R][S];
+  PL_UNROLL for (int r = 0; r < R; ++r) {
+    PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = zero();
+  }
+  const float* x = t.in->x + t.row * t.num_inputs;
+  const uint8_t* w = t.weights;
+  for (int64_t k = 0; k < t.num_inputs; ++k, ++x, w += 4 * kStrip) {
+    f32x16 weight[S];
+    PL_UNROLL for (int s = 0; s < S; ++s) {
+      weight[s] = as_f32(load_i32(w + s * t.strip_bytes));
+      prefetch(w + s * t.strip_bytes + kAhead);
+    }
+    PL_UNROLL for (int r = 0; r < R; ++r) {
+      PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = fma_at(acc[r][s], weight[s], x + r * t.num_inputs);
+    }
+  }
+  PL_UNROLL for (int r = 0; r < R; ++r) {
+    PL_UNROLL for (int s = 0; s < S; ++s) finish(t, r, s, acc[r][s]);
+  }
+}
+
+template <int R, int S>
+void tile_bf16(const Tile& t) {
+  f32x16 acc[R][S];
+  PL_UNROLL for (int r = 0; r < R; ++r) {
+    PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = zero();
+  }
+  const uint16_t* x = t.in->bf16 + t.row * t.num_inputs;
+  const uint8_t* w = t.weights;
+  for (int64_t k = 0; k < t.num_inputs; k += 2, x += 2, w += 4 * kStrip) {
+    i32x16 weight[S];
+    PL_UNROLL for (int s = 0; s < S; ++s) {
+      weight[s] = load_i32(w + s * t.strip_bytes);
+      prefetch(w + s * t.strip_bytes + kAhead);
+    }
+    PL_UNROLL for (int r = 0; r < R; ++r) {
+      PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = dot_pairs_at(acc[r][s], weight[s], x + r * t.num_inputs);
+    }
+  }
+  PL_UNROLL for (int r = 0; r < R; ++r) {
+    PL_UNROLL for (int s = 0; s < S; ++s) finish(t, r, s, acc[r][s]);
+  }
+}
+
+// y += d * scale * (sum of (w + 128) * q - 128 * sum of q), the bracket in integers.
+template <int R, int>
+void tile_int8(const Tile& t) {
+  const int64_t num_groups = t.num_inputs / kGroup;
+  const int8_t* q = t.in->q + t.row * t.num_inputs;
+  const float* scale = t.in->scale + t.row * num_groups;
+  const int32_t* sum = t.in->sum + t.row * num_groups;
+  const uint8_t* w = t.weights;
+  f32x16 acc[R];
+  PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
+  for (int64_t g = 0; g < num_groups; ++g, w += int8_block_bytes, q += kGroup, ++scale, ++sum) {
+    i32x16 weight[8];
+    PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
+      weight[quad] = load_i32(w + quad * 4 * kStrip);
+      prefetch(w + quad * 4 * kStrip + kAhead);
+    }
+    const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
+    PL_UNROLL for (int r0 = 0; r0 < R; r0 += kRowsAtOnce) {
+      group_dot dot[kRowsAtOnce];
+      PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
+        if (r < R) dot[r - r0] = start_dot(-128 * sum[r * num_groups]);
+      }
+      PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
+        PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
+          if (r < R) dot[r - r0] = add_quad(dot[r - r0], weight[quad], q + r * t.num_inputs + 4 * quad);
+        }
+      }
+      PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
+        if (r < R) acc[r] = fma(finish_dot(dot[r - r0]), mul(d, set1(scale[r * num_groups])), acc[r]);
+      }
+    }
+  }
+  PL_UNROLL for (int r = 0; r < R; ++r) finish(t, r, 0, acc[r]);
+}
+
+// y += d * scale * (sum of w * q), then y += m * (scale * sum of q).
+template <int R, int>
+void tile_int4(const Tile& t) {
+  const int64_t num_groups = t.num_inputs / kGroup;
+  const int8_t* q = t.in->q + t.row * t.num_inputs;
+  const float* scale = t.in->scale + t.row * num_groups;
+  const float* scaled_sum = t.in->scaled_sum + t.row * num_groups;
+  const uint8_t* w = t.weights;
+  const i32x16 nibble = set1_i32(0x0f0f0f0f);
+  f32x16 acc[R];
+  PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
+  for (int64_t g = 0; g < num_groups; ++g, w += int4_block_bytes, q += kGroup, ++scale, ++scaled_sum) {
+    i32x16 weight[8];
+    PL_UNROLL for (int j = 0; j < 4; ++j) {
+      const i32x16 two = load_i32(w + j * 4 * kStrip);
+      weight[2 * j] = and_i32(two, nibble);
+      weight[2 * j + 1] = and_i32(shift_right<4>(two), nibble);
+    }
+    PL_UNROLL for (int line = 0; line < 5; ++line) prefetch(w + line * 64 + kAhead);
+    const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 16 * kStrip));
+    const f32x16 m = load_f16(reinterpret_cast<const uint16_t*>(w + 18 * kStrip));
+    PL_UNROLL for (int r0 = 0; r0 < R; r0 += kRowsAtOnce) {
+      group_dot4 dot[kRowsAtOnce];
+      PL_UNROLL for (int i = 0; i < kRowsAtOnce; ++i) dot[i] = start_dot4();
+      PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
+        PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
+          if (r < R) dot[r - r0] = add_quad4(dot[r - r0], weight[quad], q + r * t.num_inputs + 4 * quad);
+        }
+      }
+      PL_UNROLL for (int r = r0; r < r0 + kRowsAtOnce; ++r) {
+        if (r < R) {
+          acc[r] = fma(finish_dot4(dot[r - r0]), mul(d, set1(scale[r * num_groups])), acc[r]);
+          acc[r] = fma_at(acc[r], m, scaled_sum + r * num_groups);
+        }
+      }
+    }
+  }
+  PL_UNROLL for (int r = 0; r < R; ++r) finish(t, r, 0, acc[r]);
+}
+
+using TileKernel = void (*)(const Tile&);
+
+// One kernel a row count, rows 1 to the tile's most.
+#define PL_2(tile, S) tile<1, S>, tile<2, S>
+#define PL_4(tile, S) PL_2(tile, S), tile<3, S>, tile<4, S>
+#define PL_6(tile, S) PL_4(tile, S), tile<5, S>, tile<6, S>
+#define PL_8(tile, S) PL_6(tile, S), tile<7, S>, tile<8, S>
+#define PL_16(tile, S) \
+  PL_8(tile, S), tile<9, S>, tile<10, S>, tile<11, S>, tile<12, S>, tile<13, S>, tile<14, S>, tile<15, S>, tile<16, S>
+
+#if defined(PACELINE_ISA_AVX512)
+constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_8(tile_f32, 1)}, {PL_8(tile_f32, 2)}, {PL_8(tile_f32, 3)}};
+constexpr TileKernel kBf16Tiles[kFloatStrips][kFloatRows] = {
+    {PL_8(tile_bf16, 1)}, {PL_8(tile_bf16, 2)}, {PL_8(tile_bf16, 3)}};
+constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_16(tile_int8, 1)}};
+constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_16(tile_int4, 1)}};
+#elif defined(PACELINE_ISA_AVX2)
+constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_6(tile_f32, 1)}};
+constexpr TileKernel kBf16Tiles[kFloatStrips][kFloatRows] = {{PL_6(tile_bf16, 1)}};
+constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_4(tile_int8, 1)}};
+constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_4(tile_int4, 1)}};
+#else
+constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_2(tile_f32, 1)}};
+constexpr TileKernel kBf16Tiles[kFloatStrips][kFloatRows] = {{PL_2(tile_bf16, 1)}};
+constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_4(tile_int8, 1)}};
+constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_4(tile_int4, 1)}};
+#endif
+
+struct FormKernels {
+  const TileKernel* tiles;     // [strips][rows]
+  int64_t max_rows, max_strips;
+  int64_t strip_bytes;
+};
+
+FormKernels kernels_of(Form form, int64_t num_inputs) {
+  switch (form) {
+    case Form::f32: return {kF32Tiles[0], kFloatRows, kFloatStrips, num_inputs * kStrip * 4};
+    case Form::bf16: return {kBf16Tiles[0], kFloatRows, kFloatStrips, num_inputs * kStrip * 2};
+    case Form::int8: return {kInt8Tiles[0], kIntRows, 1, num_inputs / kGroup * int8_block_bytes};
+    case Form::int4: break;
+  }
+  return {kInt4Tiles[0], kIntRows, 1, num_inputs / kGroup * int4_block_bytes};
+}
+
+PL_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+}  // namespace
+
+// Strips outside, rows inside: a strip's weights (6 to 150 KB) stay in cache while the rows pass by.
+void linear(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride, int64_t first_row,
+            int64_t last_row, int64_t first_strip, int64_t last_strip) {
+  const FormKernels kernels = kernels_of(w.form, w.num_inputs);
+  for (int64_t strip = first_strip; strip < last_strip;) {
+    const int64_t strips = smaller(kernels.max_strips, last_strip - strip);
+    const TileKernel* tiles = kernels.tiles + (strips - 1) * kernels.max_rows;
+    Tile t;
+    t.weights = w.data + strip * kernels.strip_bytes;
+    t.strip_bytes = kernels.strip_bytes;
+    t.num_inputs = w.num_inputs;
+    t.in = &a;
+    t.bias = bias == nullptr ? nullptr : bias + strip * kStrip;
+    t.out_stride = out_stride;
+    t.num_outputs = w.num_outputs - strip * kStrip;
+    for (int64_t row = first_row; row < last_row;) {
+      const int64_t rows = smaller(kernels.max_rows, last_row - row);
+      t.row = row;
+      t.out = out + row * out_stride + strip * kStrip;
+      tiles[rows - 1](t);
+      row += rows;
+    }
+    strip += strips;
+  }
+}
+
+}  // namespace PACELINE_ISA
+}  // namespace paceline

@@ -1,0 +1,333 @@
+#include "pack.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <thread>
+
+#include "half.h"
+#include "memory.h"
+
+namespace paceline {
+namespace {
+
+[[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+// --- what a source row is made of ---
+
+enum class SourceType { f32, f16, bf16, q4_0, q4_1, q8_0 };
+
+struct SourceTypeRow { const char* name; SourceType type; int64_t block_values, block_bytes; };
+
+// Block layouts, all little endian:
+//   Q4_0  f16 d, 16 bytes: low nibbles are values 0..15, high nibbles 16..31       value = d * (nibble - 8)
+//   Q4_1  f16 d, f16 m, 16 bytes likewise                                          value = d * nibble + m
+//   Q8_0  f16 d, 32 int8                                                           value = d * q
+constexpr SourceTypeRow kSourceTypes[] = {
+    {"F32", SourceType::f32, 1, 4},     {"F16", SourceType::f16, 1, 2},     {"BF16", SourceType::bf16, 1, 2},
+    {"Q4_0", SourceType::q4_0, 32, 18}, {"Q4_1", SourceType::q4_1, 32, 20}, {"Q8_0", SourceType::q8_0, 32, 34},
+};
+
+const SourceTypeRow& source_type_row(const std::string& name, const std::string& where) {
+  std::string valid;
+  for (const SourceTypeRow& row : kSourceTypes) {
+    if (name == row.name) return row;
+    valid += std::string(valid.empty() ? "" : ", ") + row.name;
+  }
+  refuse(where + ": source type " + name + " cannot be packed; it must be one of " + valid);
+}
+
+uint16_t load_u16(const uint8_t* from) { uint16_t h; std::memcpy(&h, from, 2); return h; }
+uint32_t load_u32(const uint8_t* from) { uint32_t w; std::memcpy(&w, from, 4); return w; }
+void store_u16(uint8_t* to, uint16_t h) { std::memcpy(to, &h, 2); }
+void store_u32(uint8_t* to, uint32_t w) { std::memcpy(to, &w, 4); }
+
+// Values [first, first + count) of a row, at most 32 and inside one block.
+void decode(SourceType type, const uint8_t* row, int64_t first, int count, float* out) {
+  const uint8_t* block = nullptr;
+  switch (type) {
+    case SourceType::f32:
+      std::memcpy(out, row + 4 * first, 4 * static_cast<size_t>(count));
+      return;
+    case SourceType::f16:
+      for (int i = 0; i < count; ++i) out[i] = f16_to_float(load_u16(row + 2 * (first + i)));
+      return;
+    case SourceType::bf16:
+      for (int i = 0; i < count; ++i) out[i] = bf16_to_float(load_u16(row + 2 * (first + i)));
+      return;
+    case SourceType::q8_0: {
+      block = row + first / kGroup * 34;
+      const float d = f16_to_float(load_u16(block));
+      for (int i = 0; i < kGroup; ++i) out[i] = d * static_cast<float>(static_cast<int8_t>(block[2 + i]));
+      return;
+    }
+    case SourceType::q4_0:
+    case SourceType::q4_1: {
+      const bool has_min = type == SourceType::q4_1;
+      block = row + first / kGroup * (has_min ? 20 : 18);
+      const float d = f16_to_float(load_u16(block));
+      const float m = has_min ? f16_to_float(load_u16(block + 2)) : -8.0f * d;
+      const uint8_t* nibbles = block + (has_min ? 4 : 2);
+      for (int i = 0; i < 16; ++i) {
+        out[i] = d * static_cast<float>(nibbles[i] & 15) + m;
+        out[i + 16] = d * static_cast<float>(nibbles[i] >> 4) + m;
+      }
+      return;
+    }
+  }
+}
+
+// --- what a strip is made from ---
+
+struct Row {
+  const uint8_t* data = nullptr;    // null: padding, all zero
+  SourceType type = SourceType::f32;
+  int source = 0;
+};
+
+enum class Fault { none, not_finite, scale_too_large };
+
+// Packs groups of 32 inputs of one strip; returns the first fault of a row.
+using GroupPacker = Fault (*)(const Row& row, int64_t first_input, int count, int lane, uint8_t* strip);
+
+Fault pack_group_f32(const Row& row, int64_t first, int count, int lane, uint8_t* strip) {
+  float values[kGroup];
+  decode(row.type, row.data, first, count, values);
+  for (int i = 0; i < count; ++i) {
+    if (!std::isfinite(values[i])) return Fault::not_finite;
+    store_u32(strip + 4 * ((first + i) * kStrip + lane), float_bits(values[i]));
+  }
+  return Fault::none;
+}
+
+Fault pack_group_bf16(const Row& row, int64_t first, int count, int lane, uint8_t* strip) {
+  float values[kGroup];
+  decode(row.type, row.data, first, count, values);
+  for (int i = 0; i < count; ++i) {
+    if (!std::isfinite(values[i])) return Fault::not_finite;
+    const uint16_t rounded = float_to_bf16(values[i]);
+    if ((rounded & 0x7f80) == 0x7f80) return Fault::scale_too_large;
+    const int64_t input = first + i;
+    store_u16(strip + 2 * ((input / 2 * kStrip + lane) * 2 + input % 2), rounded);
+  }
+  return Fault::none;
+}
+
+Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* strip) {
+  uint8_t* block = strip + first / kGroup * int8_block_bytes;
+  uint8_t* scale_at = block + 32 * kStrip + 2 * lane;
+  if (row.type == SourceType::q8_0) {
+    const uint8_t* from = row.data + first / kGroup * 34;
+    if (!f16_is_finite(load_u16(from))) return Fault::not_finite;
+    for (int quad = 0; quad < 8; ++quad) {
+      store_u32(block + (quad * kStrip + lane) * 4, load_u32(from + 2 + 4 * quad) ^ 0x80808080u);    // + 128 each
+    }
+    store_u16(scale_at, load_u16(from));
+    return Fault::none;
+  }
+  float values[kGroup], amax = 0.0f;
+  decode(row.type, row.data, first, kGroup, values);
+  for (float v : values) {
+    if (!std::isfinite(v)) return Fault::not_finite;
+    amax = std::max(amax, std::fabs(v));
+  }
+  const uint16_t scale = float_to_f16(amax / 127.0f);
+  if (!f16_is_finite(scale)) return Fault::scale_too_large;
+  const float d = f16_to_float(scale);
+  for (int i = 0; i < kGroup; ++i) {
+    const float q = d == 0.0f ? 0.0f : std::min(127.0f, std::max(-127.0f, std::nearbyint(values[i] / d)));
+    block[(i / 4 * kStrip + lane) * 4 + i % 4] = static_cast<uint8_t>(static_cast<int>(q) + 128);
+  }
+  store_u16(scale_at, scale);
+  return Fault::none;
+}
+
+// quads[q] holds the four values 4q..4q+3, a nibble's value in each byte.
+void store_int4(uint8_t* block, int lane, const uint32_t quads[8], uint16_t d, uint16_t m) {
+  for (int j = 0; j < 4; ++j) store_u32(block + (j * kStrip + lane) * 4, quads[2 * j] | quads[2 * j + 1] << 4);
+  store_u16(block + 16 * kStrip + 2 * lane, d);
+  store_u16(block + 18 * kStrip + 2 * lane, m);
+}
+
+Fault pack_group_int4(const Row& row, int64_t first, int, int lane, uint8_t* strip) {
+  uint8_t* block = strip + first / kGroup * int4_block_bytes;
+  uint32_t quads[8] = {};
+  if (row.type == SourceType::q4_0 || row.type == SourceType::q4_1) {
+    const bool has_min = row.type == SourceType::q4_1;
+    const uint8_t* from = row.data + first / kGroup * (has_min ? 20 : 18);
+    const uint16_t d = load_u16(from);
+    if (!f16_is_finite(d) || (has_min && !f16_is_finite(load_u16(from + 2)))) return Fault::not_finite;
+    const uint16_t m = has_min ? load_u16(from + 2) : float_to_f16(-8.0f * f16_to_float(d));
+    if (!f16_is_finite(m)) return Fault::scale_too_large;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = load_u32(from + (has_min ? 4 : 2) + 4 * i);
+      quads[i] = word & 0x0f0f0f0fu;
+      quads[i + 4] = (word >> 4) & 0x0f0f0f0fu;
+    }
+    store_int4(block, lane, quads, d, m);
+    return Fault::none;
+  }
+  float values[kGroup];
+  decode(row.type, row.data, first, kGroup, values);
+  float low = values[0], high = values[0];
+  for (float v : values) {
+    if (!std::isfinite(v)) return Fault::not_finite;
+    low = std::min(low, v);
+    high = std::max(high, v);
+  }
+  const uint16_t d16 = float_to_f16((high - low) / 15.0f), m16 = float_to_f16(low);
+  if (!f16_is_finite(d16) || !f16_is_finite(m16)) return Fault::scale_too_large;
+  const float d = f16_to_float(d16), m = f16_to_float(m16);
+  for (int i = 0; i < kGroup; ++i) {
+    const float q = d == 0.0f ? 0.0f : std::min(15.0f, std::max(0.0f, std::nearbyint((values[i] - m) / d)));
+    quads[i / 4] |= static_cast<uint32_t>(q) << (8 * (i % 4));
+  }
+  store_int4(block, lane, quads, d16, m16);
+  return Fault::none;
+}
+
+// Padding: value 0 in every form. A zeroed block is that already, except int8, whose zero is stored as 128 (times d = 0).
+constexpr GroupPacker kGroupPackers[] = {pack_group_f32, pack_group_bf16, pack_group_int8, pack_group_int4};
+
+int64_t strip_bytes(Form form, int64_t num_inputs) {
+  switch (form) {
+    case Form::f32: return num_inputs * kStrip * 4;
+    case Form::bf16: return num_inputs * kStrip * 2;
+    case Form::int8: return num_inputs / kGroup * int8_block_bytes;
+    case Form::int4: return num_inputs / kGroup * int4_block_bytes;
+  }
+  refuse("form: not a packed form");
+}
+
+// Calls work(begin, end) on slices of [0, count) from a few threads.
+template <class Work>
+void in_parallel(int64_t count, int64_t slice, const Work& work) {
+  std::atomic<int64_t> next{0};
+  const auto run = [&] {
+    for (int64_t at = next.fetch_add(slice); at < count; at = next.fetch_add(slice)) work(at, std::min(count, at + slice));
+  };
+  const int64_t most = std::min<int64_t>((count + slice - 1) / slice, std::max(1u, std::thread::hardware_concurrency()));
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < most; ++i) helpers.emplace_back(run);
+  run();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+std::vector<Row> gather_rows(int64_t num_inputs, const std::vector<Source>& sources) {
+  std::vector<Row> rows;
+  for (size_t s = 0; s < sources.size(); ++s) {
+    const Source& source = sources[s];
+    const std::string where = "sources[" + std::to_string(s) + "]";
+    const SourceTypeRow& type = source_type_row(source.type, where);
+    if (num_inputs % type.block_values != 0 || source.row_bytes != num_inputs / type.block_values * type.block_bytes) {
+      refuse(where + ": a row of " + std::to_string(source.row_bytes) + " bytes does not hold num_inputs=" +
+             std::to_string(num_inputs) + " values of type " + source.type);
+    }
+    for (int64_t i = 0; i < source.num_rows; ++i) {
+      const int64_t row = source.row_order == nullptr ? i : source.row_order[i];
+      if (row < 0 || row >= source.num_rows) refuse(where + ": row_order names row " + std::to_string(row));
+      rows.push_back({source.rows + row * source.row_stride, type.type, static_cast<int>(s)});
+    }
+  }
+  if (rows.empty()) refuse("sources: nothing to pack");
+  return rows;
+}
+
+void check_num_inputs(Form form, int64_t num_inputs) {
+  const int64_t multiple = form == Form::f32 ? 1 : form == Form::bf16 ? 2 : kGroup;
+  if (num_inputs < 1 || num_inputs % multiple != 0) {
+    refuse("num_inputs: form " + std::string(form_name(form)) + " needs a multiple of " + std::to_string(multiple) +
+           ", got " + std::to_string(num_inputs));
+  }
+}
+
+[[noreturn]] void refuse_fault(int source, Fault fault) {
+  refuse("sources[" + std::to_string(source) + "]: " +
+         (fault == Fault::not_finite ? "a weight is not finite" : "a weight is too large for the packed form"));
+}
+
+}  // namespace
+
+const char* form_name(Form form) {
+  constexpr const char* names[] = {"f32", "bf16", "int8", "int4"};
+  return names[static_cast<int>(form)];
+}
+
+Form form_from_name(const std::string& name) {
+  for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) {
+    if (name == form_name(form)) return form;
+  }
+  refuse("form: " + name + " is not one of f32, bf16, int8, int4");
+}
+
+PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sources) {
+  check_num_inputs(form, num_inputs);
+  const std::vector<Row> rows = gather_rows(num_inputs, sources);
+  const int64_t num_outputs = static_cast<int64_t>(rows.size());
+  const int64_t num_strips = (num_outputs + kStrip - 1) / kStrip;
+  const int64_t bytes = strip_bytes(form, num_inputs);
+  uint8_t* data = nullptr;
+  std::shared_ptr<void> memory = allocate_weight_memory(static_cast<size_t>(num_strips * bytes), &data);
+
+  // The lowest fault wins, so that the message does not depend on the threads.
+  std::atomic<int64_t> first_fault{std::numeric_limits<int64_t>::max()};
+  const GroupPacker pack_group = kGroupPackers[static_cast<int>(form)];
+  in_parallel(num_strips, std::max<int64_t>(1, (1 << 18) / bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t strip = begin; strip < end; ++strip) {
+      uint8_t* const to = data + strip * bytes;
+      const int64_t lanes = std::min<int64_t>(kStrip, num_outputs - strip * kStrip);
+      if (lanes < kStrip) std::memset(to, form == Form::int8 ? 128 : 0, static_cast<size_t>(bytes));
+      if (lanes < kStrip && form == Form::int8) {
+        for (int64_t g = 1; g <= num_inputs / kGroup; ++g) std::memset(to + g * int8_block_bytes - 32, 0, 32);
+      }
+      for (int64_t first = 0; first < num_inputs; first += kGroup) {
+        const int count = static_cast<int>(std::min<int64_t>(kGroup, num_inputs - first));
+        for (int lane = 0; lane < lanes; ++lane) {
+          const Row& row = rows[static_cast<size_t>(strip * kStrip + lane)];
+          const Fault fault = pack_group(row, first, count, lane, to);
+          if (fault == Fault::none) continue;
+          const int64_t code = int64_t{row.source} * 4 + static_cast<int>(fault);
+          int64_t seen = first_fault.load();
+          while (code < seen && !first_fault.compare_exchange_weak(seen, code)) {}
+        }
+      }
+    }
+  });
+  if (const int64_t code = first_fault.load(); code != std::numeric_limits<int64_t>::max()) {
+    refuse_fault(static_cast<int>(code / 4), static_cast<Fault>(code % 4));
+  }
+  return {{form, num_outputs, num_inputs, num_strips, data}, num_strips * bytes, std::move(memory)};
+}
+
+void unpack(const Weight& w, float* out) {
+  const int64_t bytes = strip_bytes(w.form, w.num_inputs);
+  in_parallel(w.num_outputs, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t output = begin; output < end; ++output) {
+      const uint8_t* strip = w.data + output / kStrip * bytes;
+      const int64_t lane = output % kStrip;
+      float* row = out + output * w.num_inputs;
+      for (int64_t k = 0; k < w.num_inputs; ++k) {
+        const int64_t quad = k % kGroup / 4;
+        if (w.form == Form::f32) {
+          row[k] = bits_float(load_u32(strip + 4 * (k * kStrip + lane)));
+        } else if (w.form == Form::bf16) {
+          row[k] = bf16_to_float(load_u16(strip + 2 * ((k / 2 * kStrip + lane) * 2 + k % 2)));
+        } else if (w.form == Form::int8) {
+          const uint8_t* block = strip + k / kGroup * int8_block_bytes;
+          const int q = block[(quad * kStrip + lane) * 4 + k % 4] - 128;
+          row[k] = f16_to_float(load_u16(block + 32 * kStrip + 2 * lane)) * static_cast<float>(q);
+        } else {
+          const uint8_t* block = strip + k / kGroup * int4_block_bytes;
+          const int q = (block[(quad / 2 * kStrip + lane) * 4 + k % 4] >> (4 * (quad % 2))) & 15;
+          const float d = f16_to_float(load_u16(block + 16 * kStrip + 2 * lane));
+          row[k] = d * static_cast<float>(q) + f16_to_float(load_u16(block + 18 * kStrip + 2 * lane));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace paceline

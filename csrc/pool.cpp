@@ -1,0 +1,182 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <condition_variable>
+#include <mutex>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace paceline {
+
+namespace {
+
+constexpr uint64_t kTileBits = 24;
+constexpr uint64_t kOpBits = 16;
+constexpr uint64_t kTileMask = (1ull << kTileBits) - 1;
+constexpr uint64_t kClosed = (1ull << kOpBits) - 1;
+constexpr auto kIdleSpin = std::chrono::microseconds(50);
+constexpr int kSpinsBeforeYield = 4000;    // some 50 us: the core may be needed by whoever holds the last tile
+
+uint64_t pack(uint64_t round, uint64_t op, uint64_t tile) {
+  return round << (kTileBits + kOpBits) | op << kTileBits | tile;
+}
+uint64_t round_of(uint64_t state) { return state >> (kTileBits + kOpBits); }
+uint64_t op_of(uint64_t state) { return state >> kTileBits & kClosed; }
+int tile_of(uint64_t state) { return static_cast<int>(state & kTileMask); }
+bool is_open(uint64_t state) { return op_of(state) != kClosed; }
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+#if defined(__linux__)
+void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+}
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+#else
+std::mutex sleep_mutex;
+std::condition_variable sleep_condition;
+void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+  std::unique_lock<std::mutex> lock(sleep_mutex);
+  sleep_condition.wait(lock, [&] { return word.load() != seen; });
+}
+void wake_all(std::atomic<uint32_t>&) {
+  { std::lock_guard<std::mutex> lock(sleep_mutex); }
+  sleep_condition.notify_all();
+}
+#endif
+
+}  // namespace
+
+#if defined(__x86_64__)
+FloatState::FloatState() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+FloatState::~FloatState() { _mm_setcsr(static_cast<uint32_t>(saved_)); }
+#elif defined(__aarch64__)
+FloatState::FloatState() {
+  asm volatile("mrs %0, fpcr" : "=r"(saved_));
+  const uint64_t plain = 0;
+  asm volatile("msr fpcr, %0" : : "r"(plain));
+}
+FloatState::~FloatState() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+#else
+FloatState::FloatState() : saved_(0) {}
+FloatState::~FloatState() {}
+#endif
+
+Pool::Pool(int num_threads) : state_(pack(0, kClosed, 0)) {
+  for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { worker(thread); });
+}
+
+Pool::~Pool() {
+  stop_.store(true);
+  ticket_.fetch_add(1);
+  wake_all(ticket_);
+  for (std::thread& worker : workers_) worker.join();
+}
+
+// A worker that is about to sleep first counts itself, then reads the ticket, then looks at the state once more; the
+// caller opens the state, then moves the ticket, then looks at the count. Whichever comes second sees the other.
+void Pool::wake() {
+  ticket_.fetch_add(1);
+  if (num_sleeping_.load() > 0) wake_all(ticket_);
+}
+
+void Pool::run(Work& work) {
+  const FloatState plain;
+  const uint64_t round = round_of(state_.load(std::memory_order_relaxed)) + 1;
+  work_.store(&work, std::memory_order_relaxed);
+  done_.store(0, std::memory_order_relaxed);
+  const uint64_t state = open_next(work, -1, round);
+  if (!workers_.empty()) wake();
+  walk(work, 0, state, is_open(state));
+}
+
+// Opens the next operation that has tiles, its first one claimed by this thread. Closes the run if there is none.
+uint64_t Pool::open_next(Work& work, int after, uint64_t round) {
+  const int num_ops = work.num_ops();
+  int op = after + 1;
+  while (op < num_ops && work.total(op) == 0) ++op;
+  const uint64_t state = op < num_ops ? pack(round, static_cast<uint64_t>(op), 1) : pack(round, kClosed, 0);
+  state_.store(state);
+  return state;
+}
+
+void Pool::worker(int thread) {
+  const FloatState plain;
+  for (;;) {
+    wait_for_work();
+    if (stop_.load()) return;
+    if (Work* work = work_.load(std::memory_order_acquire)) walk(*work, thread, state_.load(std::memory_order_acquire), false);
+  }
+}
+
+void Pool::wait_for_work() {
+  auto spin_until = std::chrono::steady_clock::now() + kIdleSpin;
+  for (int spins = 1; !stop_.load(std::memory_order_relaxed); ++spins) {
+    if (is_open(state_.load(std::memory_order_acquire))) return;
+    pause();
+    if (spins % 64 != 0 || std::chrono::steady_clock::now() < spin_until) continue;
+    num_sleeping_.fetch_add(1);
+    const uint32_t seen = ticket_.load();
+    if (!is_open(state_.load()) && !stop_.load()) sleep_on(ticket_, seen);
+    num_sleeping_.fetch_sub(1);
+    spin_until = std::chrono::steady_clock::now() + kIdleSpin;
+  }
+}
+
+// A claim is a compare-and-swap of the whole word, so it succeeds only if the operation this thread looked at is still the
+// open one; while it holds a tile the operation cannot be completed, hence nothing it reads can change under it.
+void Pool::walk(Work& work, int thread, uint64_t state, bool has_claim) {
+  int seen = -1;
+  while (is_open(state)) {
+    const uint64_t open = state >> kTileBits;
+    const int op = static_cast<int>(op_of(state));
+    const int total = work.total(op);
+    if (thread == 0 && op != seen) work.entered(seen = op);
+    int num_done = 0;
+    if (has_claim) {
+      work.run(op, 0, thread);
+      num_done = 1;
+      state = state_.load(std::memory_order_acquire);
+    }
+    while (state >> kTileBits == open && tile_of(state) < total) {
+      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      work.run(op, tile_of(state), thread);
+      ++num_done;
+      state = state_.load(std::memory_order_acquire);
+    }
+    has_claim = num_done > 0 && done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == total;
+    if (has_claim) {
+      done_.store(0, std::memory_order_relaxed);
+      state = open_next(work, op, round_of(state));
+    } else {
+      state = wait_for_change(open);
+    }
+  }
+  if (thread == 0) work.entered(-1);
+}
+
+uint64_t Pool::wait_for_change(uint64_t open) {
+  for (int spins = 1;; ++spins) {
+    const uint64_t state = state_.load(std::memory_order_acquire);
+    if (state >> kTileBits != open) return state;
+    if (spins % kSpinsBeforeYield == 0) std::this_thread::yield(); else pause();
+  }
+}
+
+}  // namespace paceline

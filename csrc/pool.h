@@ -1,0 +1,74 @@
+// Threads that walk a list of operations together. Knows tiles, not what they compute.
+//
+// No thread waits for another to arrive: each claims tiles of the current operation from one shared word, and whoever
+// completes an operation's last tile opens the next one. A thread the system has put aside holds up nobody unless it
+// holds a tile, and one that comes late joins at the operation then open.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace paceline {
+
+// What a pool runs. total(op) may be 0: the operation is passed over. run must not throw.
+class Work {
+ public:
+  virtual int num_ops() const = 0;
+  virtual int total(int op) const = 0;
+  virtual void run(int op, int tile, int thread) = 0;
+  virtual void entered(int op) = 0;    // told to the calling thread only, once for each operation it sees open
+
+ protected:
+  ~Work() = default;
+};
+
+class Pool {
+ public:
+  static constexpr int kMaxOps = (1 << 16) - 2;
+  static constexpr int kMaxTiles = (1 << 24) - 2;
+
+  explicit Pool(int num_threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Wakes sleeping workers ahead of run(), so that they are up when the work is.
+  void wake();
+  // Runs every operation of the work, in order, on all threads and the caller. One caller at a time.
+  void run(Work& work);
+
+ private:
+  void worker(int thread);
+  void wait_for_work();
+  void walk(Work& work, int thread, uint64_t state, bool has_claim);
+  uint64_t open_next(Work& work, int after, uint64_t round);
+  uint64_t wait_for_change(uint64_t open);
+
+  // The word all claims go through: round (24 bits), operation (16), next tile (24). The round tells a thread that slept
+  // through a whole run that its view is old; an operation of kClosed means that no run is in progress.
+  alignas(64) std::atomic<uint64_t> state_;
+  alignas(64) std::atomic<int> done_{0};         // tiles of the open operation that are complete
+  alignas(64) std::atomic<Work*> work_{nullptr};
+  std::atomic<uint32_t> ticket_{0};              // what sleeping workers wait on
+  std::atomic<int> num_sleeping_{0};
+  std::atomic<bool> stop_{false};
+  std::vector<std::thread> workers_;
+};
+
+// Rounding to nearest, no flush to zero, no traps: the same for every thread and restored afterwards.
+class FloatState {
+ public:
+  FloatState();
+  ~FloatState();
+  FloatState(const FloatState&) = delete;
+  FloatState& operator=(const FloatState&) = delete;
+
+ private:
+  uint64_t saved_;
+};
+
+}  // namespace paceline

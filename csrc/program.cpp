@@ -1,0 +1,351 @@
+#include "program.h"
+
+#include <limits>
+#include <set>
+#include <stdexcept>
+
+namespace paceline {
+
+namespace {
+
+const std::map<std::string, Verb>& verbs() {
+  static const std::map<std::string, Verb> table = {
+      {"embed", Verb::embed}, {"rms_norm", Verb::rms_norm}, {"linear", Verb::linear},
+      {"rope_write_kv", Verb::rope_write_kv}, {"paged_attention", Verb::paged_attention}, {"silu_mul", Verb::silu_mul},
+      {"add", Verb::add}, {"select_wanted", Verb::select_wanted}, {"sample", Verb::sample},
+  };
+  return table;
+}
+
+std::string text(int64_t number) { return std::to_string(number); }
+
+// Reads one node, complaining in its name.
+class NodeReader {
+ public:
+  NodeReader(const ProgramSpec& spec, size_t index, const std::map<int64_t, int>& buffer_index)
+      : spec_(spec), node_(spec.nodes[index]), index_(index), buffer_index_(buffer_index) {}
+
+  [[noreturn]] void fail(const std::string& why) const {
+    throw std::invalid_argument("node " + text(static_cast<int64_t>(index_)) + " (" + node_.verb + "): " + why);
+  }
+  void require(bool holds, const std::string& why) const {
+    if (!holds) fail(why);
+  }
+
+  Verb verb() const {
+    const auto found = verbs().find(node_.verb);
+    if (found == verbs().end()) {
+      std::string names;
+      for (const auto& entry : verbs()) names += (names.empty() ? "" : ", ") + entry.first;
+      fail("unknown verb; choose from " + names);
+    }
+    return found->second;
+  }
+
+  void shape(size_t num_inputs, bool has_output, size_t min_weights, size_t max_weights,
+             const std::set<std::string>& attrs) const {
+    require(node_.inputs.size() == num_inputs, "takes " + text(static_cast<int64_t>(num_inputs)) + " inputs, got " +
+                                                   text(static_cast<int64_t>(node_.inputs.size())));
+    require((node_.output >= 0) == has_output, has_output ? "needs an output" : "has no output");
+    require(node_.weights.size() >= min_weights && node_.weights.size() <= max_weights,
+            "wrong number of weights: " + text(static_cast<int64_t>(node_.weights.size())));
+    for (const auto& entry : node_.attrs) require(attrs.count(entry.first) > 0, "unknown attribute " + entry.first);
+  }
+
+  int buffer(int64_t id) const {
+    const auto found = buffer_index_.find(id);
+    require(found != buffer_index_.end(), "unknown buffer " + text(id));
+    return found->second;
+  }
+  int input(size_t i) const { return buffer(node_.inputs[i]); }
+  int output() const { return buffer(node_.output); }
+  const BufferSpec& spec_of(int buffer) const { return spec_.buffers[static_cast<size_t>(buffer)]; }
+
+  void width(int buffer, int64_t expected) const {
+    const BufferSpec& found = spec_of(buffer);
+    require(found.width == expected, "buffer " + text(found.id) + " is " + text(found.width) + " wide, needs " + text(expected));
+  }
+  void rows(int buffer, bool is_wanted) const {
+    require(spec_of(buffer).is_wanted == is_wanted,
+            "buffer " + text(spec_of(buffer).id) + " must have the rows of " + (is_wanted ? "wanted" : "tokens"));
+  }
+
+  const WeightSpec& weight(size_t i, bool is_packed) const {
+    const auto found = spec_.weights.find(node_.weights[i]);
+    require(found != spec_.weights.end(), "unknown weight " + node_.weights[i]);
+    require(found->second.is_packed == is_packed,
+            "weight " + node_.weights[i] + (is_packed ? " must be packed" : " must be a float32 array"));
+    return found->second;
+  }
+  const float* vector(size_t i, int64_t size) const {
+    const WeightSpec& found = weight(i, false);
+    require(found.rows == 1 && found.columns == size,
+            "weight " + node_.weights[i] + " has shape " + text(found.rows) + " x " + text(found.columns) +
+                ", needs a vector of " + text(size));
+    return found.values.data();
+  }
+
+  double attr(const std::string& name) const {
+    const auto found = node_.attrs.find(name);
+    require(found != node_.attrs.end(), "attribute " + name + " is missing");
+    return found->second;
+  }
+  double attr(const std::string& name, double fallback) const {
+    return node_.attrs.count(name) > 0 ? attr(name) : fallback;
+  }
+  size_t num_weights() const { return node_.weights.size(); }
+  const std::string& weight_name(size_t i) const { return node_.weights[i]; }
+
+ private:
+  const ProgramSpec& spec_;
+  const NodeSpec& node_;
+  size_t index_;
+  const std::map<int64_t, int>& buffer_index_;
+};
+
+class Compiler {
+ public:
+  Compiler(const ProgramSpec& spec, const KVSpec& kv) : spec_(spec), kv_(kv) {}
+
+  Compiled run() {
+    check_geometry();
+    for (const BufferSpec& buffer : spec_.buffers) {
+      if (buffer.width < 1) throw std::invalid_argument("buffer " + text(buffer.id) + " has no width");
+      if (!index_.emplace(buffer.id, static_cast<int>(index_.size())).second) {
+        throw std::invalid_argument("buffer " + text(buffer.id) + " is declared twice");
+      }
+    }
+    out_.num_positions = std::numeric_limits<int32_t>::max();
+    for (size_t i = 0; i < spec_.nodes.size(); ++i) add_node(NodeReader(spec_, i, index_));
+    return std::move(out_);
+  }
+
+ private:
+  void check_geometry() const {
+    const auto require = [](bool holds, const std::string& why) {
+      if (!holds) throw std::invalid_argument(why);
+    };
+    require(kv_.block_size == 16 || kv_.block_size == 32 || kv_.block_size == 64,
+            "block_size must be 16, 32 or 64, got " + text(kv_.block_size));
+    require(kv_.num_layers > 0 && kv_.num_blocks > 0 && kv_.num_kv_heads > 0, "the cache has no layers, blocks or heads");
+    require(kv_.num_blocks < std::numeric_limits<int32_t>::max(), "too many blocks");
+    require(kv_.head_dim % 16 == 0 && kv_.head_dim >= 16 && kv_.head_dim <= kMaxHeadDim,
+            "head_dim must be a multiple of 16 up to " + text(kMaxHeadDim) + ", got " + text(kv_.head_dim));
+    require(kv_.head_dim == spec_.head_dim && kv_.num_kv_heads == spec_.num_kv_heads,
+            "the cache's heads are not the program's");
+    require(spec_.num_heads > 0 && spec_.num_heads % spec_.num_kv_heads == 0,
+            "num_heads must be a multiple of num_kv_heads, got " + text(spec_.num_heads) + " and " + text(spec_.num_kv_heads));
+    require(spec_.num_heads / spec_.num_kv_heads <= kMaxQueries,
+            "at most " + text(kMaxQueries) + " query heads may share a KV head");
+    require(spec_.vocab_size > 0 && spec_.vocab_size < std::numeric_limits<int32_t>::max(), "vocab_size is out of range");
+  }
+
+  void add_node(const NodeReader& node) {
+    switch (node.verb()) {
+      case Verb::embed: return embed(node);
+      case Verb::rms_norm: return rms_norm(node);
+      case Verb::linear: return linear(node);
+      case Verb::rope_write_kv: return rope_write_kv(node);
+      case Verb::paged_attention: return paged_attention(node);
+      case Verb::silu_mul: return silu_mul(node);
+      case Verb::add: return add(node);
+      case Verb::select_wanted: return select_wanted(node);
+      case Verb::sample: return sample(node);
+      case Verb::prepare: return;
+    }
+  }
+
+  void embed(const NodeReader& node) {
+    node.shape(0, true, 1, 1, {});
+    Step step{Verb::embed};
+    step.out = node.output();
+    step.weight = &node.weight(0, true).packed.weight;
+    node.rows(step.out, false);
+    node.width(step.out, step.weight->num_inputs);
+    node.require(step.weight->num_outputs == spec_.vocab_size, "weight " + node.weight_name(0) + " has " +
+                 text(step.weight->num_outputs) + " outputs, the vocabulary has " + text(spec_.vocab_size));
+    add_row_step(step);
+  }
+
+  void rms_norm(const NodeReader& node) {
+    node.shape(1, true, 1, 1, {"eps"});
+    Step step{Verb::rms_norm};
+    step.in = node.input(0);
+    step.out = node.output();
+    same_rows(node, step);
+    node.width(step.out, node.spec_of(step.in).width);
+    step.array = node.vector(0, node.spec_of(step.in).width);
+    step.eps = static_cast<float>(node.attr("eps"));
+    add_row_step(step);
+  }
+
+  void linear(const NodeReader& node) {
+    node.shape(1, true, 1, 2, {"out_column"});
+    Step step{Verb::linear};
+    step.in = node.input(0);
+    step.out = node.output();
+    step.weight = &node.weight(0, true).packed.weight;
+    step.out_column = static_cast<int64_t>(node.attr("out_column", 0.0));
+    if (node.num_weights() > 1) step.bias = node.vector(1, step.weight->num_outputs);
+    same_rows(node, step);
+    node.require(step.in != step.out, "reads and writes the same buffer");
+    node.width(step.in, step.weight->num_inputs);
+    node.require(step.out_column >= 0 && step.out_column + step.weight->num_outputs <= node.spec_of(step.out).width,
+                 "columns " + text(step.out_column) + " to " + text(step.out_column + step.weight->num_outputs) +
+                     " do not fit buffer " + text(node.spec_of(step.out).id));
+    if (step.weight->form != Form::f32) step.prepared = prepare(step.in, step.weight->form);
+    wrote(step.out);
+    add_op(Op::linear, step, "linear " + text(step.weight->num_outputs) + "x" + text(step.weight->num_inputs) + " " +
+                                 form_name(step.weight->form));
+  }
+
+  void rope_write_kv(const NodeReader& node) {
+    node.shape(1, true, 1, 1, {"layer"});
+    Step step{Verb::rope_write_kv};
+    step.in = node.input(0);
+    step.out = node.output();
+    step.layer = layer_of(node);
+    node.rows(step.in, false);
+    node.rows(step.out, false);
+    node.width(step.in, (spec_.num_heads + 2 * spec_.num_kv_heads) * spec_.head_dim);
+    node.width(step.out, spec_.num_heads * spec_.head_dim);
+    const WeightSpec& rope = node.weight(0, false);
+    node.require(rope.columns == spec_.head_dim, "weight " + node.weight_name(0) + " must have head_dim columns");
+    step.array = rope.values.data();
+    if (rope.rows < out_.num_positions) out_.num_positions = rope.rows;
+    add_row_step(step);
+  }
+
+  void paged_attention(const NodeReader& node) {
+    node.shape(1, true, 0, 0, {"layer", "scale"});
+    Step step{Verb::paged_attention};
+    step.in = node.input(0);
+    step.out = node.output();
+    step.layer = layer_of(node);
+    step.scale = static_cast<float>(node.attr("scale"));
+    node.require(step.in != step.out, "reads and writes the same buffer");
+    for (const int buffer : {step.in, step.out}) {
+      node.rows(buffer, false);
+      node.width(buffer, spec_.num_heads * spec_.head_dim);
+    }
+    wrote(step.out);
+    add_op(Op::attend, step, "paged_attention");
+    add_op(Op::merge, step, "paged_attention merge");
+  }
+
+  void silu_mul(const NodeReader& node) {
+    node.shape(1, true, 0, 0, {});
+    Step step{Verb::silu_mul};
+    step.in = node.input(0);
+    step.out = node.output();
+    same_rows(node, step);
+    node.require(step.in != step.out, "reads and writes the same buffer");
+    node.width(step.in, 2 * node.spec_of(step.out).width);
+    add_row_step(step);
+  }
+
+  void add(const NodeReader& node) {
+    node.shape(2, true, 0, 0, {});
+    Step step{Verb::add};
+    step.in = node.input(0);
+    step.in2 = node.input(1);
+    step.out = node.output();
+    node.require(step.in == step.out, "its output must be its first input");
+    node.rows(step.in2, node.spec_of(step.in).is_wanted);
+    node.width(step.in2, node.spec_of(step.in).width);
+    add_row_step(step);
+  }
+
+  void select_wanted(const NodeReader& node) {
+    node.shape(1, true, 0, 0, {});
+    Step step{Verb::select_wanted};
+    step.in = node.input(0);
+    step.out = node.output();
+    node.rows(step.in, false);
+    node.rows(step.out, true);
+    node.width(step.out, node.spec_of(step.in).width);
+    add_row_step(step);
+  }
+
+  void sample(const NodeReader& node) {
+    node.shape(1, false, 0, 0, {});
+    Step step{Verb::sample};
+    step.in = node.input(0);
+    node.rows(step.in, true);
+    node.width(step.in, spec_.vocab_size);
+    node.require(!has_sample_, "a program samples once");
+    has_sample_ = true;
+    add_op(Op::sample, step, "sample");
+  }
+
+  static void same_rows(const NodeReader& node, const Step& step) {
+    node.rows(step.out, node.spec_of(step.in).is_wanted);
+  }
+
+  int32_t layer_of(const NodeReader& node) const {
+    const double layer = node.attr("layer");
+    node.require(layer >= 0 && layer < static_cast<double>(kv_.num_layers) && layer == static_cast<int32_t>(layer),
+                 "layer is not one of the cache's " + text(kv_.num_layers));
+    return static_cast<int32_t>(layer);
+  }
+
+  // The buffer in a linear's form; made once and valid until the buffer is written again.
+  int prepare(int buffer, Form form) {
+    const std::pair<int, Form> key{buffer, form};
+    const auto found = prepared_.find(key);
+    const int prepared = found != prepared_.end() ? found->second : static_cast<int>(out_.prepared.size());
+    if (found == prepared_.end()) {
+      prepared_[key] = prepared;
+      out_.prepared.push_back({buffer, form});
+    }
+    if (valid_.insert(key).second) {
+      Step step{Verb::prepare};
+      step.in = buffer;
+      step.prepared = prepared;
+      append_row_step(step, is_wanted(buffer), "prepare");
+    }
+    return prepared;
+  }
+
+  void wrote(int buffer) {
+    for (auto key = valid_.begin(); key != valid_.end();) key = key->first == buffer ? valid_.erase(key) : ++key;
+  }
+
+  bool is_wanted(int buffer) const { return spec_.buffers[static_cast<size_t>(buffer)].is_wanted; }
+
+  void add_row_step(const Step& step) {
+    wrote(step.out);
+    std::string name;
+    for (const auto& entry : verbs()) {
+      if (entry.second == step.verb) name = entry.first;
+    }
+    append_row_step(step, is_wanted(step.out), name);
+  }
+
+  void append_row_step(const Step& step, bool is_wanted, const std::string& name) {
+    const bool chains = !out_.ops.empty() && out_.ops.back().kind == Op::rows && out_.ops.back().is_wanted == is_wanted;
+    if (!chains) out_.ops.push_back({Op::rows, is_wanted, {}, ""});
+    Op& op = out_.ops.back();
+    op.label += (op.label.empty() ? "" : " + ") + name;
+    op.steps.push_back(step);
+  }
+
+  void add_op(Op::Kind kind, const Step& step, const std::string& label) {
+    const bool wanted = kind == Op::sample || (kind == Op::linear && is_wanted(step.out));
+    out_.ops.push_back({kind, wanted, {step}, label});
+  }
+
+  const ProgramSpec& spec_;
+  const KVSpec& kv_;
+  std::map<int64_t, int> index_;
+  std::map<std::pair<int, Form>, int> prepared_;
+  std::set<std::pair<int, Form>> valid_;
+  bool has_sample_ = false;
+  Compiled out_;
+};
+
+}  // namespace
+
+Compiled compile(const ProgramSpec& spec, const KVSpec& kv) { return Compiler(spec, kv).run(); }
+
+}  // namespace paceline

@@ -1,0 +1,86 @@
+// A recorded program (paceline/ops/program.py) as this backend sees it: checked against its weights and the cache, then
+// turned into operations that threads can share. Knows shapes, not a step's arrays.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "pack.h"
+
+namespace paceline {
+
+struct BufferSpec {
+  int64_t id;
+  bool is_wanted;    // rows are the wanted tokens, else all tokens
+  int64_t width;
+};
+
+// A packed matrix, or an array of floats: a vector has one row.
+struct WeightSpec {
+  bool is_packed = false;
+  PackedWeight packed;
+  std::vector<float> values;
+  int64_t rows = 0, columns = 0;
+};
+
+struct NodeSpec {
+  std::string verb;
+  std::vector<int64_t> inputs;
+  int64_t output;    // -1: none
+  std::vector<std::string> weights;
+  std::map<std::string, double> attrs;
+};
+
+struct ProgramSpec {
+  std::vector<BufferSpec> buffers;
+  std::vector<NodeSpec> nodes;
+  std::map<std::string, WeightSpec> weights;
+  int64_t num_heads, num_kv_heads, head_dim, vocab_size;
+};
+
+struct KVSpec {
+  int64_t num_layers, num_kv_heads, head_dim, block_size, num_blocks;
+  bool is_bf16;
+};
+
+enum class Verb { embed, rms_norm, linear, rope_write_kv, paged_attention, silu_mul, add, select_wanted, sample, prepare };
+
+// One verb with its buffers (indices into ProgramSpec::buffers) and its weights resolved.
+struct Step {
+  Verb verb;
+  int in = -1, in2 = -1, out = -1;
+  const Weight* weight = nullptr;
+  const float* array = nullptr;    // norm weight or rope table
+  const float* bias = nullptr;
+  float eps = 0.0f, scale = 0.0f;
+  int32_t layer = 0;
+  int64_t out_column = 0;
+  int prepared = -1;               // linear: the prepared form it reads, -1 for f32; prepare: the one it writes
+};
+
+// A buffer's rows in the form that a linear reads.
+struct PreparedSpec {
+  int buffer;
+  Form form;
+};
+
+// What threads share tile by tile. Verbs that treat each row by itself are chained: a tile takes its rows through all.
+struct Op {
+  enum Kind { rows, linear, attend, merge, sample } kind;
+  bool is_wanted;
+  std::vector<Step> steps;
+  std::string label;
+};
+
+struct Compiled {
+  std::vector<Op> ops;
+  std::vector<PreparedSpec> prepared;
+  int64_t num_positions;           // rows of the shortest rope table
+};
+
+// Throws std::invalid_argument naming the node at fault. The result points into the spec's weights.
+Compiled compile(const ProgramSpec& spec, const KVSpec& kv);
+
+}  // namespace paceline

@@ -1,0 +1,485 @@
+#include "runner.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace paceline {
+
+namespace {
+
+constexpr int64_t kFewRows = 48;              // up to here a linear's rows stay together and its strips are shared out
+constexpr int64_t kRowTile = 64;              // beyond: rows a tile takes
+constexpr int64_t kWeightTileBytes = 192 << 10;
+constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
+constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
+constexpr int64_t kTilesPerThread = 6;
+constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close
+
+std::string text(int64_t number) { return std::to_string(number); }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void require(bool holds, const std::string& why) {
+  if (!holds) throw std::invalid_argument(why);
+}
+
+KVCache cache_of(const KVSpec& spec) {
+  KVCache kv{};
+  kv.num_layers = static_cast<int32_t>(spec.num_layers);
+  kv.num_kv_heads = static_cast<int32_t>(spec.num_kv_heads);
+  kv.head_dim = static_cast<int32_t>(spec.head_dim);
+  kv.block_size = static_cast<int32_t>(spec.block_size);
+  kv.num_blocks = static_cast<int32_t>(spec.num_blocks);
+  kv.is_bf16 = spec.is_bf16;
+  kv.bytes_per_block = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.block_size * (spec.is_bf16 ? 2 : 4);
+  return kv;
+}
+
+int64_t strip_bytes(const Weight& weight) {
+  switch (weight.form) {
+    case Form::f32: return weight.num_inputs * kStrip * 4;
+    case Form::bf16: return weight.num_inputs * kStrip * 2;
+    case Form::int8: return weight.num_inputs / kGroup * int8_block_bytes;
+    case Form::int4: return weight.num_inputs / kGroup * int4_block_bytes;
+  }
+  return 1;
+}
+
+}  // namespace
+
+void Memory::Free::operator()(void* p) const { std::free(p); }
+
+void Memory::reserve(size_t num_bytes) {
+  if (num_bytes <= size_) return;
+  data_.reset();
+  size_ = (num_bytes + 63) / 64 * 64;
+  data_.reset(std::aligned_alloc(64, size_));
+  if (!data_) {
+    size_ = 0;
+    throw std::bad_alloc();
+  }
+}
+
+KVMemory::KVMemory(size_t num_bytes) {
+  constexpr size_t huge_page = size_t{2} << 20;
+  size_ = (num_bytes + huge_page - 1) / huge_page * huge_page;
+#if defined(__linux__)
+  void* data = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) throw std::bad_alloc();
+  madvise(data, size_, MADV_HUGEPAGE);
+  data_ = static_cast<uint8_t*>(data);
+#else
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(huge_page, size_));
+  if (data_ == nullptr) throw std::bad_alloc();
+  std::memset(data_, 0, size_);
+#endif
+}
+
+KVMemory::~KVMemory() {
+#if defined(__linux__)
+  munmap(data_, size_);
+#else
+  std::free(data_);
+#endif
+}
+
+Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv)
+    : kernels_(kernels), spec_(std::move(spec)), compiled_(compile(spec_, kv)), kv_(cache_of(kv)) {
+  require(num_threads >= 1 && num_threads <= 1024, "num_threads must be from 1 to 1024, got " + text(num_threads));
+  require(num_ops() <= Pool::kMaxOps, "the program has too many nodes");
+  kv_memory_ = std::make_unique<KVMemory>(static_cast<size_t>(kv_bytes()));
+  kv_.data = kv_memory_->data();
+  buffers_.resize(spec_.buffers.size());
+  prepared_memory_.resize(compiled_.prepared.size());
+  prepared_.resize(compiled_.prepared.size());
+  tilings_.resize(compiled_.ops.size());
+  timers_.resize(compiled_.ops.size());
+  totals_ = std::make_unique<std::atomic<int>[]>(compiled_.ops.size());
+  sample_scratch_.resize(static_cast<size_t>(num_threads));
+  for (Memory& scratch : sample_scratch_) scratch.reserve(kernels_.sample_scratch_bytes(spec_.vocab_size));
+  for (const Op& op : compiled_.ops) {
+    if (op.kind == Op::sample) logits_buffer_ = op.steps[0].in;
+  }
+  pool_ = std::make_unique<Pool>(num_threads);
+}
+
+Runner::~Runner() { close(); }
+
+void Runner::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pool_.reset();
+  kv_memory_.reset();
+  buffers_.clear();
+  prepared_memory_.clear();
+}
+
+void Runner::check_open() const { require(pool_ != nullptr, "this runner is closed"); }
+
+void Runner::step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_open();
+  pool_->wake();
+  check(in);
+  require(logits == nullptr || logits_buffer_ >= 0, "logits are wanted, but the program has no sample node");
+  grow(in.num_tokens, in.num_wanted);
+  copy_blocks(in);
+  take_batch(in);
+  token_ids_ = token_ids;
+  logprobs_ = logprobs;
+  plan(in.num_tokens, in.num_wanted);
+  pool_->run(*this);
+  if (logits != nullptr && in.num_wanted > 0) {
+    std::memcpy(logits, buffer(logits_buffer_), static_cast<size_t>(in.num_wanted * spec_.vocab_size) * sizeof(float));
+  }
+}
+
+void Runner::poison(const int32_t* block_ids, int64_t count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check_open();
+  for (int64_t i = 0; i < count; ++i) {
+    require(block_ids[i] >= 0 && block_ids[i] < kv_.num_blocks, "block id " + text(block_ids[i]) + " is out of range");
+  }
+  for (int64_t i = 0; i < count; ++i) {    // all ones is a NaN in every type
+    std::memset(kv_.data + block_ids[i] * kv_.bytes_per_block, 0xff, static_cast<size_t>(kv_.bytes_per_block));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------- the step
+
+void Runner::check(const StepInput& in) const {
+  constexpr int64_t most = int64_t{1} << 24;
+  require(in.num_tokens <= most && in.num_rows <= most, "too many tokens in a step");
+  require(in.row_starts[0] == 0 && in.row_starts[in.num_rows] == in.num_tokens, "row_starts must go from 0 to the number of tokens");
+  for (int64_t row = 0; row < in.num_rows; ++row) {
+    require(in.row_starts[row] <= in.row_starts[row + 1], "row_starts must not decrease (row " + text(row) + ")");
+  }
+  for (int64_t row = 0; row < in.num_rows; ++row) check_row(in, row);
+  for (int64_t t = 0; t < in.num_tokens; ++t) {
+    require(in.token_ids[t] >= 0 && in.token_ids[t] < spec_.vocab_size,
+            "token id " + text(in.token_ids[t]) + " is outside the vocabulary of " + text(spec_.vocab_size));
+  }
+  for (int64_t i = 0; i < in.num_wanted; ++i) {
+    require(in.wanted[i] > (i == 0 ? -1 : in.wanted[i - 1]) && in.wanted[i] < in.num_tokens,
+            "wanted must be ascending token indices below " + text(in.num_tokens) + ", got " + text(in.wanted[i]));
+  }
+  for (int64_t i = 0; i < 2 * in.num_copies; ++i) {
+    require(in.copies[i] >= 0 && in.copies[i] < kv_.num_blocks, "block id " + text(in.copies[i]) + " of a copy is out of range");
+  }
+}
+
+void Runner::check_row(const StepInput& in, int64_t row) const {
+  const int64_t first = in.row_starts[row];
+  const int64_t last = in.row_starts[row + 1];
+  if (first == last) return;
+  for (int64_t t = first; t < last; ++t) {
+    require(in.positions[t] >= 0 && in.positions[t] < compiled_.num_positions,
+            "position " + text(in.positions[t]) + " is outside the rope table of " + text(compiled_.num_positions));
+    require(t == first || in.positions[t] == in.positions[t - 1] + 1, "positions of row " + text(row) + " are not consecutive");
+  }
+  const int64_t num_blocks = in.positions[last - 1] / kv_.block_size + 1;
+  require(num_blocks <= in.max_blocks, "row " + text(row) + " needs " + text(num_blocks) + " blocks, its table has " + text(in.max_blocks));
+  const int32_t* table = in.block_tables + row * in.max_blocks;
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    require(table[i] >= 0 && table[i] < kv_.num_blocks, "block id " + text(table[i]) + " of row " + text(row) + " is out of range");
+  }
+}
+
+void Runner::copy_blocks(const StepInput& in) {
+  for (int64_t i = 0; i < in.num_copies; ++i) {
+    const int64_t from = in.copies[2 * i];
+    const int64_t to = in.copies[2 * i + 1];
+    if (from == to) continue;
+    std::memcpy(kv_.data + to * kv_.bytes_per_block, kv_.data + from * kv_.bytes_per_block, static_cast<size_t>(kv_.bytes_per_block));
+  }
+}
+
+void Runner::take_batch(const StepInput& in) {
+  row_of_token_.resize(static_cast<size_t>(in.num_tokens));
+  for (int64_t row = 0; row < in.num_rows; ++row) {
+    for (int64_t t = in.row_starts[row]; t < in.row_starts[row + 1]; ++t) row_of_token_[static_cast<size_t>(t)] = static_cast<int32_t>(row);
+  }
+  batch_ = {static_cast<int32_t>(in.num_tokens), static_cast<int32_t>(in.num_rows), static_cast<int32_t>(in.num_wanted),
+            static_cast<int32_t>(in.max_blocks), in.token_ids, in.positions, in.row_starts, row_of_token_.data(),
+            in.block_tables, in.wanted};
+  sampling_ = in.sampling;
+}
+
+void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
+  if (num_tokens <= capacity_tokens_ && num_wanted <= capacity_wanted_) return;
+  if (num_tokens > capacity_tokens_) capacity_tokens_ = ceil_div(num_tokens, 16) * 16;
+  if (num_wanted > capacity_wanted_) capacity_wanted_ = ceil_div(num_wanted, 16) * 16;
+  const auto capacity = [this](int index) {
+    return static_cast<size_t>(spec_.buffers[static_cast<size_t>(index)].is_wanted ? capacity_wanted_ : capacity_tokens_);
+  };
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    buffers_[i].reserve(capacity(static_cast<int>(i)) * static_cast<size_t>(spec_.buffers[i].width) * sizeof(float));
+  }
+  for (size_t i = 0; i < prepared_.size(); ++i) {
+    const PreparedSpec& spec = compiled_.prepared[i];
+    const size_t rows = capacity(spec.buffer);
+    const size_t inputs = static_cast<size_t>(width(spec.buffer));
+    Activations& to = prepared_[i];
+    to.x = buffer(spec.buffer);
+    if (spec.form == Form::bf16) {
+      prepared_memory_[i].reserve(rows * inputs * 2);
+      to.bf16 = prepared_memory_[i].as<uint16_t>();
+      continue;
+    }
+    const size_t groups = inputs / kGroup;
+    prepared_memory_[i].reserve(rows * (inputs + 12 * groups) + 4 * 64);
+    const auto align = [](uint8_t* p) { return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64; };
+    uint8_t* at = prepared_memory_[i].as<uint8_t>();
+    to.q = reinterpret_cast<int8_t*>(at);
+    at = align(at + rows * inputs);
+    to.scale = reinterpret_cast<float*>(at);
+    at = align(at + rows * groups * 4);
+    to.scaled_sum = reinterpret_cast<float*>(at);
+    at = align(at + rows * groups * 4);
+    to.sum = reinterpret_cast<int32_t*>(at);
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------- tiles
+// No choice here can change a bit of any result.
+
+void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
+  const int64_t threads = pool_->num_threads();
+  plan_attention();
+  for (size_t i = 0; i < compiled_.ops.size(); ++i) {
+    const Op& op = compiled_.ops[i];
+    const int64_t num_rows = op.is_wanted ? num_wanted : num_tokens;
+    Tiling& tiling = tilings_[i];
+    int64_t total = 0;
+    switch (op.kind) {
+      case Op::rows:
+        tiling.rows_per_tile = std::clamp<int64_t>(ceil_div(num_rows, threads * 4), threads == 1 ? 16 : 2, 16);
+        total = ceil_div(num_rows, tiling.rows_per_tile);
+        break;
+      case Op::linear:
+        if (num_rows == 0) break;
+        tiling = tile_linear(op.steps[0], num_rows);
+        total = tiling.num_row_tiles * ceil_div(op.steps[0].weight->num_strips, tiling.strips_per_tile);
+        break;
+      case Op::attend: total = static_cast<int64_t>(job_groups_.size()) - 1; break;
+      case Op::merge: total = static_cast<int64_t>(merges_.size()); break;
+      case Op::sample: total = num_rows; break;
+    }
+    require(total <= Pool::kMaxTiles, "too many tokens in a step");
+    totals_[i].store(static_cast<int>(total), std::memory_order_relaxed);
+  }
+}
+
+Runner::Tiling Runner::tile_linear(const Step& step, int64_t num_rows) const {
+  const int64_t strips = step.weight->num_strips;
+  const int64_t bytes = strip_bytes(*step.weight);
+  Tiling tiling;
+  if (num_rows <= kFewRows) {
+    tiling.rows_per_tile = num_rows;
+    tiling.strips_per_tile = std::max(ceil_div(strips, pool_->num_threads() * kTilesPerThread), ceil_div(kMinTileBytes, bytes));
+  } else {
+    tiling.rows_per_tile = kRowTile;
+    tiling.strips_per_tile = std::max<int64_t>(kWeightTileBytes / bytes, 1);
+  }
+  tiling.strips_per_tile = ceil_div(tiling.strips_per_tile, kStripStep) * kStripStep;
+  if (pool_->num_threads() == 1 && num_rows <= kFewRows) tiling.strips_per_tile = strips;
+  tiling.num_row_tiles = ceil_div(num_rows, tiling.rows_per_tile);
+  return tiling;
+}
+
+void Runner::plan_attention() {
+  jobs_.clear();
+  merges_.clear();
+  num_partials_ = 0;
+  find_row_tiles();
+  const int64_t kv_heads = spec_.num_kv_heads;
+  const int64_t threads = pool_->num_threads();
+  const bool is_many = static_cast<int64_t>(row_tiles_.size()) >= 4 * threads;
+  int64_t total = 0;
+  for (const RowTile& tile : row_tiles_) total += (tile.last - tile.first) * tile.num_keys * kv_heads;
+  const int64_t target = std::max<int64_t>(total / (threads * 4), 1);
+  for (const RowTile& tile : row_tiles_) {
+    const int64_t queries = (tile.last - tile.first) * spec_.num_heads;
+    const bool is_whole = (is_many || threads == 1) && queries <= kMaxQueries && tile.last - tile.first <= 4;
+    const int64_t heads_per_job = is_whole ? kv_heads : 1;
+    const int64_t cost = (tile.last - tile.first) * tile.num_keys * heads_per_job;
+    const int64_t segments = ceil_div(tile.num_keys, kSegment);
+    add_jobs(tile, heads_per_job, threads == 1 ? 1 : std::min(segments, ceil_div(cost, target)));
+  }
+  group_jobs(target);
+  partials_.reserve(static_cast<size_t>(num_partials_) * sizeof(float));
+}
+
+void Runner::find_row_tiles() {
+  row_tiles_.clear();
+  const int32_t tile_tokens = static_cast<int32_t>(std::max<int64_t>(kQueriesPerTile / group(), 1));
+  for (int32_t row = 0; row < batch_.num_rows; ++row) {
+    for (int32_t first = batch_.row_starts[row]; first < batch_.row_starts[row + 1]; first += tile_tokens) {
+      const int32_t last = std::min(first + tile_tokens, batch_.row_starts[row + 1]);
+      row_tiles_.push_back({row, first, last, batch_.positions[last - 1] + int64_t{1}});
+    }
+  }
+}
+
+// One job for every `heads_per_job` heads and each of `num_pieces` runs of segments. More than one piece: each segment
+// leaves a partial, and every token is merged by an operation of its own.
+void Runner::add_jobs(const RowTile& tile, int64_t heads_per_job, int64_t num_pieces) {
+  const int64_t segments = ceil_div(tile.num_keys, kSegment);
+  const int64_t partial_size = spec_.num_heads * segments * (kPartialHead + spec_.head_dim);
+  for (int64_t head = 0; head < spec_.num_kv_heads; head += heads_per_job) {
+    for (int64_t piece = 0; piece < num_pieces; ++piece) {
+      AttendJob job{};
+      job.row = tile.row;
+      job.first = tile.first;
+      job.last = tile.last;
+      job.first_head = static_cast<int32_t>(head);
+      job.last_head = static_cast<int32_t>(std::min(head + heads_per_job, spec_.num_kv_heads));
+      job.first_segment = static_cast<int32_t>(segments * piece / num_pieces);
+      job.last_segment = static_cast<int32_t>(segments * (piece + 1) / num_pieces);
+      job.next_row = -1;
+      job.partial = num_pieces > 1 ? num_partials_ : -1;
+      job.partial_segments = static_cast<int32_t>(segments);
+      jobs_.push_back(job);
+    }
+  }
+  if (num_pieces == 1) return;
+  for (int32_t token = tile.first; token < tile.last; ++token) {
+    merges_.push_back({token, batch_.positions[token] / kSegment + 1, static_cast<int32_t>(segments), num_partials_});
+    num_partials_ += partial_size;
+  }
+}
+
+int64_t Runner::job_cost(const AttendJob& job) const {
+  const int64_t num_keys = batch_.positions[job.last - 1] + 1;
+  const int64_t end = std::min<int64_t>(num_keys, int64_t{job.last_segment} * kSegment);
+  return (job.last - job.first) * (job.last_head - job.first_head) * (end - int64_t{job.first_segment} * kSegment);
+}
+
+// Neighbouring jobs form a tile until they cost about `target`. Inside a tile a job knows which row comes next.
+void Runner::group_jobs(int64_t target) {
+  job_groups_.assign(1, 0);
+  int64_t cost = 0;
+  for (size_t i = 0; i < jobs_.size(); ++i) {
+    cost += job_cost(jobs_[i]);
+    const bool ends = i + 1 == jobs_.size() || 2 * cost + job_cost(jobs_[i + 1]) > 2 * target;
+    if (!ends && jobs_[i + 1].row != jobs_[i].row) jobs_[i].next_row = jobs_[i + 1].row;
+    if (!ends) continue;
+    job_groups_.push_back(static_cast<int32_t>(i + 1));
+    cost = 0;
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------- operations
+
+void Runner::run(int index, int tile, int thread) {
+  const Op& op = compiled_.ops[static_cast<size_t>(index)];
+  const Tiling& tiling = tilings_[static_cast<size_t>(index)];
+  const Step& step = op.steps[0];
+  switch (op.kind) {
+    case Op::rows: {
+      const int64_t num_rows = op.is_wanted ? batch_.num_wanted : batch_.num_tokens;
+      const int64_t first = tile * tiling.rows_per_tile;
+      const int64_t last = std::min(first + tiling.rows_per_tile, num_rows);
+      for (const Step& each : op.steps) run_rows(each, first, last);
+      break;
+    }
+    case Op::linear: run_linear(op, tiling, tile); break;
+    case Op::attend:
+      for (int32_t i = job_groups_[static_cast<size_t>(tile)]; i < job_groups_[static_cast<size_t>(tile) + 1]; ++i) {
+        const AttendJob& job = jobs_[static_cast<size_t>(i)];
+        kernels_.attend(buffer(step.in), kv_, step.layer, static_cast<int32_t>(spec_.num_heads), step.scale, batch_, job,
+                        buffer(step.out), job.partial < 0 ? nullptr : partials_.as<float>());
+      }
+      break;
+    case Op::merge: {
+      const MergeJob& job = merges_[static_cast<size_t>(tile)];
+      kernels_.merge_segments(partials_.as<float>() + job.partial, job.partial_segments, job.num_segments, kv_.head_dim, 0,
+                              static_cast<int32_t>(spec_.num_heads), buffer(step.out) + job.token * width(step.out));
+      break;
+    }
+    case Op::sample: run_sample(step, tile, thread); break;
+  }
+}
+
+void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
+  float* out = step.out < 0 ? nullptr : buffer(step.out);
+  const float* in = step.in < 0 ? nullptr : buffer(step.in);
+  switch (step.verb) {
+    case Verb::embed: return kernels_.embed(*step.weight, batch_.token_ids, out, first, last);
+    case Verb::rms_norm: return kernels_.rms_norm(in, step.array, step.eps, out, width(step.in), first, last);
+    case Verb::silu_mul: return kernels_.silu_mul(in, out, width(step.out), first, last);
+    case Verb::add: return kernels_.add(out, buffer(step.in2), width(step.out), first, last);
+    case Verb::rope_write_kv:
+      return kernels_.rope_write_kv(in, step.array, out, kv_, step.layer, static_cast<int32_t>(spec_.num_heads), batch_,
+                                    first, last);
+    case Verb::prepare: {
+      const size_t prepared = static_cast<size_t>(step.prepared);
+      return kernels_.prepare(compiled_.prepared[prepared].form, in, prepared_[prepared], width(step.in), first, last);
+    }
+    case Verb::select_wanted:
+      for (int64_t i = first; i < last; ++i) {
+        std::memcpy(out + i * width(step.out), in + batch_.wanted[i] * width(step.in), static_cast<size_t>(width(step.in)) * sizeof(float));
+      }
+      return;
+    default: return;    // not a verb over rows
+  }
+}
+
+void Runner::run_linear(const Op& op, const Tiling& tiling, int tile) {
+  const Step& step = op.steps[0];
+  const int64_t num_rows = op.is_wanted ? batch_.num_wanted : batch_.num_tokens;
+  // Tiles of the same strips follow each other, so that a thread finds them in its cache again.
+  const int64_t first_row = tile % tiling.num_row_tiles * tiling.rows_per_tile;
+  const int64_t first_strip = tile / tiling.num_row_tiles * tiling.strips_per_tile;
+  Activations activations{};
+  activations.x = buffer(step.in);
+  if (step.prepared >= 0) activations = prepared_[static_cast<size_t>(step.prepared)];
+  kernels_.linear(*step.weight, activations, step.bias, buffer(step.out) + step.out_column, width(step.out), first_row,
+                  std::min(first_row + tiling.rows_per_tile, num_rows), first_strip,
+                  std::min(first_strip + tiling.strips_per_tile, step.weight->num_strips));
+}
+
+void Runner::run_sample(const Step& step, int64_t row, int thread) {
+  token_ids_[row] = kernels_.sample(buffer(step.in) + row * spec_.vocab_size, spec_.vocab_size, sampling_, row, logprobs_ + row,
+                                    sample_scratch_[static_cast<size_t>(thread)].as<void>());
+}
+
+// -------------------------------------------------------------------------------------------------------------- profile
+
+void Runner::profile(bool enable) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_profiling_ = enable;
+  if (enable) timers_.assign(timers_.size(), Timer{});
+}
+
+void Runner::entered(int op) {
+  if (!is_profiling_) return;
+  const auto now = std::chrono::steady_clock::now();
+  if (timed_op_ >= 0) {
+    Timer& timer = timers_[static_cast<size_t>(timed_op_)];
+    timer.seconds += std::chrono::duration<double>(now - timed_since_).count();
+    ++timer.calls;
+  }
+  timed_op_ = op;
+  timed_since_ = now;
+}
+
+std::vector<ProfileLine> Runner::profile_report() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<ProfileLine> lines;
+  for (size_t i = 0; i < compiled_.ops.size(); ++i) {
+    const std::string& label = compiled_.ops[i].label;
+    auto line = std::find_if(lines.begin(), lines.end(), [&](const ProfileLine& other) { return other.label == label; });
+    if (line == lines.end()) line = lines.insert(lines.end(), ProfileLine{label, 0, 0.0});
+    line->calls += timers_[i].calls;
+    line->seconds += timers_[i].seconds;
+  }
+  return lines;
+}
+
+}  // namespace paceline

@@ -1,0 +1,156 @@
+// A program bound to its weights, its cache and its threads. One call runs one step.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "program.h"
+
+namespace paceline {
+
+// One step's arrays, as ForwardBatch (paceline/ops/interface.py) has them.
+struct StepInput {
+  int64_t num_tokens, num_rows, num_wanted, num_copies, max_blocks;
+  const int32_t* token_ids;
+  const int32_t* positions;
+  const int32_t* row_starts;
+  const int32_t* block_tables;
+  const int32_t* wanted;
+  const int32_t* copies;        // [num_copies][2]
+  Sampling sampling;
+};
+
+// 64-byte aligned memory that only grows; its content is lost when it does.
+class Memory {
+ public:
+  void reserve(size_t num_bytes);
+  template <typename T> T* as() const { return static_cast<T*>(static_cast<void*>(data_.get())); }
+
+ private:
+  struct Free { void operator()(void* p) const; };
+  std::unique_ptr<void, Free> data_;
+  size_t size_ = 0;
+};
+
+// The cache: zero pages that the system hands out when they are first written.
+class KVMemory {
+ public:
+  explicit KVMemory(size_t num_bytes);
+  ~KVMemory();
+  KVMemory(const KVMemory&) = delete;
+  KVMemory& operator=(const KVMemory&) = delete;
+  uint8_t* data() const { return data_; }
+
+ private:
+  uint8_t* data_;
+  size_t size_;
+};
+
+struct ProfileLine {
+  std::string label;
+  int64_t calls;
+  double seconds;
+};
+
+class Runner final : public Work {
+ public:
+  Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv);
+  ~Runner();
+
+  // token_ids and logprobs [W]; logits [W][V] or null. Throws std::invalid_argument before anything is changed.
+  void step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits);
+  void poison(const int32_t* block_ids, int64_t count);
+  int64_t kv_bytes() const { return kv_.num_blocks * kv_.bytes_per_block; }
+  int64_t vocab_size() const { return spec_.vocab_size; }
+  void close();
+
+  void profile(bool enable);
+  std::vector<ProfileLine> profile_report() const;
+
+  // Work
+  int num_ops() const override { return static_cast<int>(compiled_.ops.size()); }
+  int total(int op) const override { return totals_[static_cast<size_t>(op)].load(std::memory_order_relaxed); }
+  void run(int op, int tile, int thread) override;
+  void entered(int op) override;
+
+ private:
+  // How this step's tiles cut an operation.
+  struct Tiling {
+    int64_t rows_per_tile, strips_per_tile, num_row_tiles;
+  };
+  struct MergeJob {
+    int32_t token, num_segments, partial_segments;
+    int64_t partial;
+  };
+  struct RowTile {    // query tokens of one row that attention takes together
+    int32_t row, first, last;
+    int64_t num_keys;
+  };
+
+  void check_open() const;
+  void check(const StepInput& in) const;
+  void check_row(const StepInput& in, int64_t row) const;
+  void copy_blocks(const StepInput& in);
+  void take_batch(const StepInput& in);
+  void grow(int64_t num_tokens, int64_t num_wanted);
+
+  void plan(int64_t num_tokens, int64_t num_wanted);
+  Tiling tile_linear(const Step& step, int64_t num_rows) const;
+  void plan_attention();
+  void find_row_tiles();
+  void add_jobs(const RowTile& tile, int64_t heads_per_job, int64_t num_pieces);
+  void group_jobs(int64_t target_cost);
+  int64_t job_cost(const AttendJob& job) const;
+
+  void run_rows(const Step& step, int64_t first, int64_t last);
+  void run_linear(const Op& op, const Tiling& tiling, int tile);
+  void run_sample(const Step& step, int64_t row, int thread);
+
+  int64_t group() const { return spec_.num_heads / spec_.num_kv_heads; }
+  float* buffer(int index) const { return buffers_[static_cast<size_t>(index)].as<float>(); }
+  int64_t width(int index) const { return spec_.buffers[static_cast<size_t>(index)].width; }
+
+  const KernelTable& kernels_;
+  const ProgramSpec spec_;
+  const Compiled compiled_;
+  KVCache kv_;
+  std::unique_ptr<KVMemory> kv_memory_;
+  std::vector<Memory> buffers_;
+  std::vector<Memory> prepared_memory_;
+  std::vector<Activations> prepared_;
+  std::vector<Memory> sample_scratch_;
+  Memory partials_;
+  int logits_buffer_ = -1;
+  int64_t capacity_tokens_ = 0, capacity_wanted_ = 0;
+
+  // The step in progress.
+  Batch batch_{};
+  Sampling sampling_{};
+  std::vector<int32_t> row_of_token_;
+  int32_t* token_ids_ = nullptr;
+  float* logprobs_ = nullptr;
+  std::vector<Tiling> tilings_;
+  std::unique_ptr<std::atomic<int>[]> totals_;
+  std::vector<RowTile> row_tiles_;
+  std::vector<AttendJob> jobs_;
+  std::vector<int32_t> job_groups_;    // first job of each tile, and the end
+  std::vector<MergeJob> merges_;
+  int64_t num_partials_ = 0;
+
+  struct Timer { int64_t calls = 0; double seconds = 0.0; };
+  bool is_profiling_ = false;
+  std::vector<Timer> timers_;
+  int timed_op_ = -1;
+  std::chrono::steady_clock::time_point timed_since_;
+
+  mutable std::mutex mutex_;
+  std::unique_ptr<Pool> pool_;    // last: its threads must be gone before anything else is
+};
+
+}  // namespace paceline

@@ -1,0 +1,39 @@
+// The functions of one path, as table.cpp sees them. Signatures are those of KernelTable.
+#pragma once
+
+#include "kernels.h"
+
+namespace paceline {
+namespace PACELINE_ISA {
+
+constexpr int linear_max_tile_rows =
+#if defined(PACELINE_ISA_AVX512)
+    16;
+#elif defined(PACELINE_ISA_AVX2)
+    8;
+#else
+    4;
+#endif
+
+void embed(const Weight& w, const int32_t* token_ids, float* out, int64_t first, int64_t last);
+void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last);
+void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
+void add_rows(float* x, const float* y, int64_t width, int64_t first, int64_t last);
+void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
+
+void linear(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride, int64_t first_row,
+            int64_t last_row, int64_t first_strip, int64_t last_strip);
+
+void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
+                   int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
+void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
+            const AttendJob& job, float* out, float* partials);
+void merge_segments(const float* partials, int32_t partial_segments, int32_t num_segments, int32_t head_dim,
+                    int32_t first_head, int32_t last_head, float* out);
+
+int32_t sample(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
+               void* scratch);
+size_t sample_scratch_bytes(int64_t vocab_size);
+
+}  // namespace PACELINE_ISA
+}  // namespace paceline
