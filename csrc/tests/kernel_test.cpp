@@ -2,7 +2,7 @@
 // `make test-native` runs it here, `make test-arm` runs it cross-compiled on an emulated Arm processor.
 #include <cstdarg>
 
-#include "../features.h"
+#include "../cpu_features.h"
 #include "../pool.h"
 #include "check.h"
 
