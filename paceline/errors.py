@@ -54,6 +54,14 @@ class Overloaded(EngineError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class StepFailed(EngineError):
+    """A step computed no usable token for some requests, e.g. their logits were not finite. Names them."""
+
+    def __init__(self, request_ids: tuple[str, ...], reason: str) -> None:
+        super().__init__(f"{reason}: {', '.join(request_ids)}")
+        self.request_ids = request_ids
+
+
 class EngineDead(EngineError):
     """The engine loop has stopped; see __cause__. HTTP 503."""
 

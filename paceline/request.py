@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .errors import RequestError
+
 
 class RequestStatus(Enum):
     WAITING = "waiting"        # accepted, holds no blocks
@@ -41,6 +43,35 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False                  # generate past the model's end-of-sequence tokens
     logprobs: bool = False                    # report the chosen token's raw log-probability
+
+
+MAX_STOP_STRINGS = 4
+SEED_RANGE = (-(1 << 63), (1 << 63) - 1)
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses values the engine has no meaning for, naming field, value and limit. Raises RequestError."""
+
+    def refuse(field_name: str, value: object, limit: str) -> None:
+        raise RequestError(f"{field_name}: {value!r} is not allowed; {limit}", param=field_name)
+
+    if params.max_tokens < 1:
+        refuse("max_tokens", params.max_tokens, "at least 1 is needed")
+    if not 0.0 <= params.temperature <= 2.0:    # `not` also refuses NaN
+        refuse("temperature", params.temperature, "it lies between 0 and 2")
+    if params.top_k is not None and params.top_k < 1:
+        refuse("top_k", params.top_k, "at least 1 is needed; leave it out for the whole vocabulary")
+    if not 0.0 < params.top_p <= 1.0:
+        refuse("top_p", params.top_p, "it lies above 0 and at most 1")
+    if not SEED_RANGE[0] <= params.seed <= SEED_RANGE[1]:
+        refuse("seed", params.seed, "it is a signed 64-bit number")
+    if len(params.stop) > MAX_STOP_STRINGS:
+        refuse("stop", list(params.stop), f"at most {MAX_STOP_STRINGS} strings")
+    if "" in params.stop:
+        refuse("stop", list(params.stop), "an empty string matches everywhere")
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            refuse("stop_token_ids", token_id, f"token ids lie between 0 and {vocab_size - 1}")
 
 
 @dataclass(frozen=True, slots=True)

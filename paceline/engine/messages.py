@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..request import FinishReason, SamplingParams, StopMatch
+from ..request import SamplingParams
+from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
+
+__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "RequestOutput", "RequestTimeline",
+           "Stop", "Stopped", "Submit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,47 +47,14 @@ Message: TypeAlias = Submit | Abort | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTimeline:
-    """When things happened to one request, in seconds on the engine's clock."""
+class Ready:
+    """The engine is loaded. What its front must know to check requests at the door."""
 
-    arrived_at: float
-    first_scheduled_at: float | None
-    first_token_at: float | None
-    finished_at: float
-    num_preemptions: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What one step brought to one choice. `timeline` comes with the finish."""
-
-    request_id: str
-    choice_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None = None
-    finish_reason: FinishReason | None = None
-    stop: StopMatch | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    timeline: RequestTimeline | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges after a step and counters since start."""
-
-    num_running: int
-    num_waiting: int
+    max_model_len: int       # tokens of prompt and output together, as far as the pool reaches
     num_blocks: int
-    num_free_blocks: int             # free or cached: can be given out
-    num_cached_blocks: int           # of the free ones, how many still hold a reusable prefix
-    num_preemptions: int             # counters from here on
-    num_steps: int
-    num_prompt_tokens_computed: int
-    num_generation_tokens: int
-    prefix_cache_queries: int        # tokens
-    prefix_cache_hits: int           # tokens
-    num_recomputed_tokens: int
+    block_size: int          # tokens
+    fingerprint: str         # names the numeric path (system_fingerprint)
+    notices: tuple[str, ...] = ()    # what a person should know about this engine, a line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +69,10 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The loop has stopped on an exception; no more Outputs will come."""
+    """The loop has stopped on an exception, or never started; no more Outputs will come."""
 
     reason: str
+    is_callers_mistake: bool = False    # a bad knob or model: one line tells it, no traceback is of use
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +80,4 @@ class Stopped:
     """The loop has left as asked."""
 
 
-News: TypeAlias = Outputs | Died | Stopped
+News: TypeAlias = Ready | Outputs | Died | Stopped

@@ -1,0 +1,253 @@
+"""The composition root: the only file that names concrete policies, caches, executors and backends. Everything else is
+handed what it needs."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+from . import __version__
+from .clock import WallClock
+from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from .engine import llm as llm_module
+from .engine.async_engine import AsyncEngine, ServedModel
+from .engine.core import EngineCore
+from .engine.detokenizer import StopFinder
+from .engine.events import EngineEvents, Listener
+from .engine.messages import Ready, RequestOutput
+from .engine.transport import TRANSPORTS
+from .errors import ConfigError
+from .kv.manager import KVCacheManager
+from .kv.prefix_hash import PREFIX_CACHES
+from .model.decoder import record_decoder, weights_bytes
+from .model.loader import ModelFiles, open_model
+from .ops.backends import make_backend
+from .ops.cpu import available_paths, cpu_features
+from .ops.interface import Backend, KVSpec, PackedLinear
+from .ops.program import Program
+from .presets import engine_config
+from .runner.executor import ModelExecutor
+from .runner.kv_tensors import check_kv_memory, kv_spec
+from .sched.admission import ADMISSIONS
+from .sched.batching import REGIMES
+from .sched.chunking import CHUNKINGS
+from .sched.ordering import ORDERINGS
+from .sched.plan import SchedulerOutput, StepResult
+from .sched.policies import Policies
+from .sched.preemption import PREEMPTIONS, VICTIM_RULES
+from .sched.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+def choose(table: Mapping[str, T], name: str, knob: str) -> T:
+    """The entry a configuration names. Names resolve here only."""
+    if name not in table:
+        raise ConfigError(f"{knob}={name!r} is unknown; choose from {sorted(table)}")
+    return table[name]
+
+
+def build_policies(config: SchedulerConfig) -> Policies:
+    return Policies(
+        regime=choose(REGIMES, config.regime, "regime"),
+        ordering=choose(ORDERINGS, config.ordering, "ordering"),
+        admission=choose(ADMISSIONS, config.admission, "admission"),
+        preemption=choose(PREEMPTIONS, config.preemption, "preemption"),
+        victim=choose(VICTIM_RULES, config.victim, "victim"),
+        chunking=choose(CHUNKINGS, config.chunking, "chunking"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model packed for one backend; engines of different schedules and KV memory can be assembled around it."""
+
+    files: ModelFiles
+    backend: Backend
+    program: Program
+    config: ModelConfig
+    max_model_len: int    # tokens the program's tables reach
+
+    @property
+    def weight_forms(self) -> dict[str, int]:
+        """Bytes by packed form; a matrix used twice (tied head) counts once."""
+        sizes: dict[str, int] = {}
+        for packed in {id(w): w for w in self.program.weights.values() if isinstance(w, PackedLinear)}.values():
+            sizes[packed.form] = sizes.get(packed.form, 0) + packed.num_bytes
+        return sizes
+
+    @property
+    def fingerprint(self) -> str:
+        """Names everything a token depends on beside the request: build, path, weight forms, KV dtype, the files."""
+        forms = "+".join(sorted(self.weight_forms))
+        return "-".join((f"paceline_{__version__}", self.backend.path_name, forms, f"kv_{self.config.kv_dtype}",
+                         self.files.model_hash[:8]))
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A core ready to step, what its front must know, and the memory it holds."""
+
+    core: EngineCore
+    executor: ModelExecutor
+    kv: KVSpec
+    ready: Ready
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+@lru_cache(maxsize=1)
+def opened(name: str) -> ModelFiles:
+    """The model's files; the engine and its front share them when they share a process."""
+    return open_model(name)
+
+
+def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
+    """Packs the weights. progress is told (bytes done, bytes in all)."""
+    files = opened(config.model)
+    limit = files.spec.max_position
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
+    backend = make_backend(config.isa, config.num_threads, notice)
+    max_model_len = config.max_model_len or limit
+    program = record_decoder(files.spec, files.weights, backend, config.dtype, max_model_len, progress)
+    return LoadedModel(files, backend, program, config, max_model_len)
+
+
+def notice(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, keep_logits: bool = False) -> Engine:
+    """Binds KV memory and a schedule to a loaded model."""
+    policies = build_policies(sched)
+    prefix_cache = choose(PREFIX_CACHES, cache.prefix_cache, "prefix_cache")
+    kv = kv_spec(loaded.files.spec, cache, loaded.config.kv_dtype)
+    check_kv_memory(kv)
+    clock = WallClock()
+    scheduler = Scheduler(
+        sched, KVCacheManager(kv.num_blocks, kv.block_size, prefix_cache), policies,
+        max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
+    executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits)
+    stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
+    events = EngineEvents(_report_listener, (ForgetStops(stops),))
+    core = EngineCore(scheduler, executor, clock, events, stops)
+    return Engine(core, executor, kv, _ready(loaded, scheduler, kv))
+
+
+class ForgetStops:
+    """Lets the stop finder drop what it knows of a request that has ended."""
+
+    def __init__(self, stops: StopFinder) -> None:
+        self._stops = stops
+
+    def on_step(self, plan: SchedulerOutput, result: StepResult) -> None:
+        pass
+
+    def on_request_finished(self, output: RequestOutput) -> None:
+        self._stops.forget((output.request_id,))
+
+
+def _report_listener(listener: Listener, failure: Exception) -> None:
+    notice(f"a listener was removed because it failed: {type(listener).__name__}: {failure}")
+
+
+def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec) -> Ready:
+    notices = []
+    if scheduler.limits.max_model_len < loaded.max_model_len:
+        notices.append(
+            f"the pool of {kv.num_blocks} blocks holds {kv.num_blocks * kv.block_size} tokens, less than the model's "
+            f"{loaded.max_model_len}: requests are limited to {scheduler.limits.max_model_len} tokens")
+    return Ready(max_model_len=scheduler.limits.max_model_len, num_blocks=kv.num_blocks, block_size=kv.block_size,
+                 fingerprint=loaded.fingerprint, notices=tuple(notices))
+
+
+def served_model(name: str, ready: Ready) -> ServedModel:
+    files = opened(name)
+    return ServedModel(
+        tokenizer=files.tokenizer, chat_template=files.chat_template, max_model_len=ready.max_model_len,
+        eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint,
+        vocab_size=min(files.spec.vocab_size, files.tokenizer.vocab_size))
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Files to a core ready to step: what an engine process runs first."""
+    return assemble(load_model(config.model), config.cache, config.scheduler)
+
+
+def draw_seed() -> int:
+    """The injected source of seeds for requests that bring none: 63 random bits."""
+    return secrets.randbits(63)
+
+
+def build_llm(config: EngineConfig) -> llm_module.LLM:
+    return llm_around(load_engine(config), config.model.model)
+
+
+def llm_around(engine: Engine, model_name: str) -> llm_module.LLM:
+    for text in engine.ready.notices:
+        notice(text)
+    return llm_module.LLM(engine.core, served_model(model_name, engine.ready), WallClock(), draw_seed, engine.close)
+
+
+def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
+    """The engine as a library. knobs are those of ModelConfig, CacheConfig and SchedulerConfig, by name."""
+    return build_llm(engine_config(preset, {"model": model, **knobs}))
+
+
+def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
+    transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
+    return AsyncEngine(transport, partial(served_model, config.model.model), server.max_queue)
+
+
+def serve(config: EngineConfig, server: ServerConfig) -> int:
+    """`paceline serve`. Returns the exit status."""
+    from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
+
+    build_policies(config.scheduler)    # a wrong name is told before anything is loaded
+    opened(config.model.model)
+
+    async def make_engine() -> AsyncEngine:
+        engine = build_async_engine(config, server)
+        await engine.start()
+        await engine.ready()
+        for text in engine.notices:
+            notice(text)
+        return engine
+
+    return serve_http(make_engine, server, config.model.model, draw_seed, WallClock())
+
+
+def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
+    loaded = load_model(config.model)
+    spec, kv = loaded.files.spec, kv_spec(loaded.files.spec, config.cache, config.model.kv_dtype)
+    num_tokens = kv.num_blocks * kv.block_size
+    reach = min(loaded.max_model_len, num_tokens)
+    return {
+        "model": {
+            "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
+            "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
+            "system_fingerprint": loaded.fingerprint,
+        },
+        "memory": {
+            **{f"{form}_weights_bytes": size for form, size in sorted(loaded.weight_forms.items())},
+            "tables_bytes": weights_bytes(loaded.program) - sum(loaded.weight_forms.values()),
+            "kv_pool_bytes": kv.num_blocks * kv.bytes_per_block, "kv_blocks": kv.num_blocks,
+            "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token,
+            "kv_tokens_that_fit": num_tokens, "longest_request_tokens": reach,
+            "full_length_requests_that_fit": num_tokens // (-(-reach // kv.block_size) * kv.block_size),
+        },
+        "processor": {
+            "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
+            "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),
+        },
+        "schedule": {name: getattr(config.scheduler, name) for name in config.scheduler.__dataclass_fields__}
+        | {"prefix_cache": config.cache.prefix_cache},
+    }

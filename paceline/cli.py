@@ -1,0 +1,149 @@
+"""The command line: paceline serve | generate | info. Flags come from the knobs of config.py; `--json` prints one JSON
+object on standard output and everything else goes to standard error. Exit status: 0 done, 1 the run failed, 2 the
+caller's mistake."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_type_hints
+
+from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from .errors import ConfigError, EngineError, ModelError, RequestError
+from .presets import PRESETS, engine_config
+
+Group = type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[ServerConfig]
+ENGINE_GROUPS: tuple[Group, ...] = (ModelConfig, CacheConfig, SchedulerConfig)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ConfigError, ModelError, RequestError) as mistake:
+        print(f"paceline: {mistake}", file=sys.stderr)
+        return 2
+    except EngineError as failure:
+        print(f"paceline: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="paceline", description="An LLM serving engine that owns its schedule.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = _command(commands, "serve", _serve, "serve a model over HTTP, OpenAI-compatible")
+    _add_knobs(serve, ServerConfig)
+    generate = _command(commands, "generate", _generate, "complete one prompt and print it")
+    generate.add_argument("prompt", help="the text to continue, or with --chat the user's message")
+    generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
+    generate.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (default: 128)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    generate.add_argument("--top-k", type=int, help="draw from the k likeliest tokens (default: all)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw from this share of probability (default: 1)")
+    generate.add_argument("--seed", type=int, help="makes a draw repeatable (default: a random one, reported)")
+    generate.add_argument("--json", action="store_true", help="print one JSON object")
+    info = _command(commands, "info", _info, "what a model needs and what fits")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    command.set_defaults(run=run)
+    command.add_argument("model", metavar="MODEL", help=_declared(ModelConfig, "model").metadata["help"])
+    command.add_argument("--preset", default="paceline", metavar="NAME",
+                         help=f"bundle of policies, one of: {', '.join(PRESETS)} (default: paceline)")
+    for group in ENGINE_GROUPS:
+        _add_knobs(command, group)
+    return command
+
+
+def _declared(group: Group, name: str) -> Any:
+    return next(field for field in fields(group) if field.name == name)
+
+
+def _add_knobs(command: argparse.ArgumentParser, group: Group) -> None:
+    """One flag a knob. The parser's default is None throughout: absent must differ from given, for presets."""
+    types = get_type_hints(group)
+    for declared in fields(group):
+        if not declared.metadata.get("flag", False):
+            continue
+        flag = "--" + declared.name.replace("_", "-")
+        kind = next(iter(t for t in get_args(types[declared.name]) if t is not type(None)), types[declared.name])
+        text = declared.metadata["help"].replace("%", "%%")
+        if kind is bool:
+            command.add_argument(flag, action="store_true", default=None, help=text)
+            continue
+        if declared.default is not None and declared.default is not MISSING:
+            text += f" (default: {declared.default})"
+        command.add_argument(flag, type=kind, default=None, help=text, metavar=_metavar(declared))
+
+
+def _metavar(declared: Any) -> str:
+    choices = declared.metadata["choices"]
+    return "|".join(str(choice) for choice in choices) if choices else declared.name.split("_")[-1].upper()
+
+
+def configured(arguments: argparse.Namespace) -> EngineConfig:
+    """Preset first, explicit flags over it."""
+    given = {name: value for group in ENGINE_GROUPS for name, value in _given(arguments, group).items()}
+    return engine_config(arguments.preset, {"model": arguments.model, **given})
+
+
+def _given(arguments: argparse.Namespace, group: Group) -> dict[str, Any]:
+    names = [declared.name for declared in fields(group) if declared.metadata.get("flag", False)]
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from .build import serve
+
+    return serve(configured(arguments), ServerConfig(**_given(arguments, ServerConfig)))
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from .build import build_llm
+
+    sampling = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    with build_llm(configured(arguments)) as llm:
+        if arguments.chat:
+            completion = llm.chat([[{"role": "user", "content": arguments.prompt}]], show_progress=False, **sampling)[0]
+        else:
+            completion = llm.generate([arguments.prompt], show_progress=False, **sampling)[0]
+    if arguments.json:
+        print(json.dumps(completion.as_dict()))
+    else:
+        print(completion.text)
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from .build import describe
+
+    facts = describe(configured(arguments))
+    if arguments.json:
+        print(json.dumps(facts))
+        return 0
+    width = max(len(name) for section in facts.values() for name in section)
+    for title, section in facts.items():
+        print(title.replace("_", " "))
+        for name, value in section.items():
+            print(f"  {name.replace('_', ' '):<{width}}  {_shown(name, value)}")
+    return 0
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value) or "none"
+    if name.endswith("bytes") and isinstance(value, int):
+        return f"{value:,} ({value / 1e6:,.1f} MB)" if value >= 100_000 else f"{value:,}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

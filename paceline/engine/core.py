@@ -1,0 +1,98 @@
+"""One engine step: schedule, execute, update, tell. Owns nothing but their order; pure but for what is handed in.
+
+Whatever the executor raises goes up untouched and leaves the plan in flight: the loop around decides that the engine is
+dead and tells every stream. There is no half step to go back to. The clock is imported as a type only, since its module
+reads the wall clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..request import Request
+from ..sched.outputs import RequestOutput
+from ..sched.plan import Executor, SchedulerOutput, StepResult
+from ..sched.scheduler import Scheduler
+from .events import EngineEvents
+from .messages import Outputs, Submit
+
+if TYPE_CHECKING:
+    from ..clock import Clock
+
+# Marks rows whose text reached a stop string: sets RowResult.stop and cuts its tokens after the match.
+FindStops: TypeAlias = Callable[[SchedulerOutput, StepResult], StepResult]
+
+
+class EngineCore:
+    """The loop's body. add and abort between steps, step while has_work."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        events: EngineEvents,
+        find_stops: FindStops | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.events = events
+        self._find_stops = find_stops
+        self._ended_between_steps: list[RequestOutput] = []    # the next Outputs brings them
+
+    def add(self, submit: Submit) -> None:
+        """Accepts a request or raises RequestError, changing nothing."""
+        self.scheduler.add(request_of(submit))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends these and all their choices; their last outputs come with the next step."""
+        outputs = self.scheduler.abort(request_ids, self.clock.now())
+        self._ended_between_steps += outputs
+        self._tell_finished(outputs)
+
+    def has_work(self) -> bool:
+        """Whether a step would run something or bring news."""
+        return self.scheduler.has_work() or bool(self._ended_between_steps)
+
+    def step(self) -> Outputs:
+        """Runs one step, or only delivers news when nothing is left to run."""
+        if not self.scheduler.has_work():
+            return Outputs(self._take_news(), self.scheduler.stats())
+        plan = self.scheduler.schedule(self.clock.now())
+        result = self.executor.collect(self.executor.submit(plan))
+        if self._find_stops is not None:
+            result = self._find_stops(plan, result)
+        outputs = self.scheduler.update(plan, result, self.clock.now())
+        self.events.step_done(plan, result)
+        self._tell_finished(outputs)
+        news = (*self._take_news(), *outputs)
+        return Outputs(news, self.scheduler.stats(), plan.num_tokens, result.duration_seconds)
+
+    def _take_news(self) -> tuple[RequestOutput, ...]:
+        news = tuple(self._ended_between_steps)
+        self._ended_between_steps.clear()
+        return news
+
+    def _tell_finished(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.events.request_finished(output)
+
+
+def request_of(submit: Submit) -> Request:
+    """The message as the scheduler's own, mutable request."""
+    return Request(
+        request_id=submit.request_id,
+        prompt_token_ids=submit.prompt_token_ids,
+        sampling=submit.sampling,
+        arrival_time=submit.arrival_time,
+        tenant=submit.tenant,
+        priority=submit.priority,
+        deadline=submit.deadline,
+        cache_extras=submit.cache_extras,
+        prompt_index=submit.prompt_index,
+        num_choices=submit.num_choices,
+        program_id=submit.program_id,
+    )

@@ -1,0 +1,203 @@
+"""The two ways to reach an engine loop: a thread of this process, or a process of its own. Both carry the messages of
+engine/messages.py and nothing else; which one is the default is decided by measurement (docs/log.md)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from ..errors import ConfigError, ModelError
+from .core import EngineCore
+from .messages import Abort, Died, Message, News, Ready, Stop, Stopped, Submit
+
+OnNews = Callable[[News], None]
+
+
+class LoadedCore(Protocol):
+    """A core with what its front must be told, as build.py makes it."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    @property
+    def ready(self) -> Ready: ...
+
+    def close(self) -> None: ...
+
+
+MakeCore = Callable[[], LoadedCore]
+
+
+class Transport(Protocol):
+    def start(self, on_news: OnNews) -> None:
+        """Begins loading. on_news is called from a thread of the transport's own: Ready first, or Died."""
+        ...
+
+    def send(self, message: Message) -> None: ...
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Waits for the loop to leave; False if it had not after the timeout."""
+        ...
+
+    def kill(self) -> None:
+        """Ends a loop that does not leave by itself, as far as the transport can."""
+        ...
+
+
+class Inbox(Protocol):
+    def drain(self, blocks: bool) -> Iterator[Message]:
+        """Messages that have come; waits for the first one if `blocks`."""
+        ...
+
+
+def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
+    """Loads the engine, then runs it until told to stop. Never raises: whatever goes wrong is published as Died."""
+    try:
+        loaded = make_core()
+        try:
+            publish(loaded.ready)
+            _serve_messages(loaded.core, inbox, publish)
+        finally:
+            loaded.close()
+        publish(Stopped())
+    except (ConfigError, ModelError) as mistake:
+        publish(Died(str(mistake), is_callers_mistake=True))
+    except BaseException as failure:    # the front must hear of every end, also of KeyboardInterrupt in a child
+        traceback.print_exc()
+        publish(Died(f"{type(failure).__name__}: {failure}"))
+
+
+def _serve_messages(core: EngineCore, inbox: Inbox, publish: OnNews) -> None:
+    is_stopping = False
+    while True:
+        for message in inbox.drain(blocks=not core.has_work() and not is_stopping):
+            match message:
+                case Submit():
+                    core.add(message)
+                case Abort():
+                    core.abort(message.request_ids)
+                case Stop(is_graceful=True):
+                    is_stopping = True
+                case Stop():
+                    return
+        if core.has_work():
+            publish(core.step())
+        elif is_stopping:
+            return
+
+
+class _QueueInbox:
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def drain(self, blocks: bool) -> Iterator[Message]:
+        if blocks:
+            yield self.messages.get()
+        while True:
+            try:
+                message = self.messages.get_nowait()
+            except queue.Empty:
+                return
+            yield message
+
+
+class ThreadTransport:
+    """The loop in a daemon thread of this process."""
+
+    def __init__(self, make_core: MakeCore) -> None:
+        self._make_core = make_core
+        self._inbox = _QueueInbox()
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_news: OnNews) -> None:
+        arguments = (self._make_core, self._inbox, on_news)
+        self._thread = threading.Thread(target=run_loop, args=arguments, name="paceline-engine", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        self._inbox.messages.put(message)
+
+    def join(self, timeout_seconds: float) -> bool:
+        assert self._thread is not None
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside; it is a daemon and goes with the process."""
+
+
+class _PipeInbox:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def drain(self, blocks: bool) -> Iterator[Message]:
+        if blocks:
+            yield self._connection.recv()
+        while self._connection.poll():
+            yield self._connection.recv()
+
+
+def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
+    try:
+        run_loop(make_core, _PipeInbox(messages), news.send)
+    except (BrokenPipeError, EOFError):
+        pass    # the front is gone, and with it everybody to tell
+    finally:
+        news.close()
+
+
+class ProcessTransport:
+    """The loop in a process of its own, started by spawn; make_core must be picklable."""
+
+    def __init__(self, make_core: MakeCore) -> None:
+        context = multiprocessing.get_context("spawn")
+        child_messages, self._messages = context.Pipe(duplex=False)
+        self._news, child_news = context.Pipe(duplex=False)
+        self._child_ends = (child_messages, child_news)
+        self._process = context.Process(
+            target=_child, args=(make_core, child_messages, child_news), name="paceline-engine", daemon=True)
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    def start(self, on_news: OnNews) -> None:
+        self._process.start()
+        for end in self._child_ends:
+            end.close()
+        threading.Thread(target=self._read, args=(on_news,), name="paceline-news", daemon=True).start()
+        threading.Thread(target=self._write, name="paceline-messages", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        self._outbox.put(message)    # never blocks the event loop: a full pipe is the writer thread's to wait for
+
+    def join(self, timeout_seconds: float) -> bool:
+        self._process.join(timeout_seconds)
+        return self._process.exitcode is not None
+
+    def kill(self) -> None:
+        if self._process.exitcode is None:
+            self._process.kill()
+
+    def _read(self, on_news: OnNews) -> None:
+        last: News | None = None
+        while not isinstance(last, Died | Stopped):
+            try:
+                last = self._news.recv()
+            except (EOFError, OSError):
+                self._process.join(5)
+                last = Died(f"the engine process ended with exit status {self._process.exitcode}")
+            on_news(last)
+        self._outbox.put(None)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._messages.send(message)
+            except OSError:
+                return    # the reader sees the process end and tells the front
+
+
+TRANSPORTS: dict[str, Callable[[MakeCore], Transport]] = {"thread": ThreadTransport, "process": ProcessTransport}

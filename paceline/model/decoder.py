@@ -1,0 +1,195 @@
+"""Writes a decoder-only transformer as a program of verbs, once, at load. Packs the weights on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import WEIGHT_FORMS
+from ..errors import ConfigError, ModelError
+from ..ops.interface import Backend, PackedLinear, SourceTensor
+from ..ops.program import Buffer, Program, ProgramRecorder
+from .spec import ModelSpec, Weights
+
+Progress = Callable[[int, int], None]    # weights packed so far, weights in all
+
+# dtype "auto": the form that holds a source's own values. Only F16 -> bf16 loses (3 of its 11 significant bits).
+AUTO_FORMS = {"F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
+
+FORM_BITS = {"f32": 32, "bf16": 16, "int8": 8.5, "int4": 5}    # a weight, scales included
+
+
+def form_of(source_type: str, dtype: str) -> str:
+    """The packed form of a matrix: the named one, or with "auto" the source's own."""
+    if dtype in WEIGHT_FORMS:
+        return dtype
+    if dtype != "auto":
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose from {['auto', *WEIGHT_FORMS]}")
+    if source_type not in AUTO_FORMS:
+        raise ModelError(f"weights of type {source_type} are not read; known: {list(AUTO_FORMS)}")
+    return AUTO_FORMS[source_type]
+
+
+def record_decoder(spec: ModelSpec, weights: Weights, backend: Backend, dtype: str, max_model_len: int,
+                   progress: Progress | None = None) -> Program:
+    """The program of one step. A tied head is the embedding's own packed weight."""
+    if max_model_len > spec.max_position:
+        raise ConfigError(f"max_model_len={max_model_len} exceeds the model's limit of {spec.max_position} tokens")
+    recorder = ProgramRecorder(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
+    packer = WeightPacker(weights, backend, dtype, recorder)
+    packer.report_to(progress, num_matrix_weights(spec))
+    buffers = DecoderBuffers(spec, recorder)
+
+    embedding = packer.matrix("embed", spec.vocab_size, spec.hidden_size)
+    rope = recorder.weight("rope", rope_table(max_model_len, spec.head_dim, spec.rope_theta))
+    recorder.embed(embedding, buffers.x)
+    for layer in range(spec.num_layers):
+        _record_attention(spec, layer, recorder, packer, buffers, rope)
+        _record_mlp(spec, layer, recorder, packer, buffers)
+    recorder.select_wanted(buffers.x, buffers.last)
+    recorder.rms_norm(buffers.last, packer.vector("final_norm", spec.hidden_size), spec.norm_eps, buffers.last_normed)
+    head = embedding if spec.has_tied_head else packer.matrix("head", spec.vocab_size, spec.hidden_size)
+    recorder.linear(buffers.last_normed, head, buffers.logits)
+    recorder.sample(buffers.logits)
+    return recorder.finish()
+
+
+def _record_attention(spec: ModelSpec, layer: int, recorder: ProgramRecorder, packer: WeightPacker,
+                      buffers: DecoderBuffers, rope: str) -> None:
+    at = f"layers.{layer}."
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    recorder.rms_norm(buffers.x, packer.vector(at + "attn_norm", spec.hidden_size), spec.norm_eps, buffers.normed)
+    packer.linears(buffers.normed, at, {"q": q_width, "k": kv_width, "v": kv_width}, buffers.qkv, spec.has_qkv_bias)
+    recorder.rope_write_kv(buffers.qkv, rope, layer, buffers.q)
+    recorder.paged_attention(buffers.q, layer, spec.head_dim**-0.5, buffers.attended)
+    packer.linears(buffers.attended, at, {"o": spec.hidden_size}, buffers.residual)
+    recorder.add(buffers.x, buffers.residual)
+
+
+def _record_mlp(spec: ModelSpec, layer: int, recorder: ProgramRecorder, packer: WeightPacker,
+                buffers: DecoderBuffers) -> None:
+    at, inner = f"layers.{layer}.", spec.intermediate_size
+    recorder.rms_norm(buffers.x, packer.vector(at + "mlp_norm", spec.hidden_size), spec.norm_eps, buffers.normed)
+    packer.linears(buffers.normed, at, {"gate": inner, "up": inner}, buffers.gate_up)
+    recorder.silu_mul(buffers.gate_up, buffers.activated)
+    packer.linears(buffers.activated, at, {"down": spec.hidden_size}, buffers.residual)
+    recorder.add(buffers.x, buffers.residual)
+
+
+class DecoderBuffers:
+    """The buffers of a step; every layer uses the same ones."""
+
+    def __init__(self, spec: ModelSpec, recorder: ProgramRecorder) -> None:
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.x = recorder.buffer("tokens", spec.hidden_size)           # the residual stream
+        self.normed = recorder.buffer("tokens", spec.hidden_size)
+        self.qkv = recorder.buffer("tokens", q_width + 2 * kv_width)
+        self.q = recorder.buffer("tokens", q_width)
+        self.attended = recorder.buffer("tokens", q_width)
+        self.residual = recorder.buffer("tokens", spec.hidden_size)    # what a sublayer adds to x
+        self.gate_up = recorder.buffer("tokens", 2 * spec.intermediate_size)
+        self.activated = recorder.buffer("tokens", spec.intermediate_size)
+        self.last = recorder.buffer("wanted", spec.hidden_size)
+        self.last_normed = recorder.buffer("wanted", spec.hidden_size)
+        self.logits = recorder.buffer("wanted", spec.vocab_size)
+
+
+class WeightPacker:
+    """Takes weights by name, checks their shapes, packs them and enters them into the program.
+
+    Each is asked for once and let go when packed: a Weights mapping may make its values on access.
+    """
+
+    def __init__(self, weights: Weights, backend: Backend, dtype: str, recorder: ProgramRecorder) -> None:
+        self._weights, self._backend, self._dtype, self._recorder = weights, backend, dtype, recorder
+        self._progress: Progress | None = None
+        self._num_packed = self._num_total = 0
+
+    def report_to(self, progress: Progress | None, num_total: int) -> None:
+        self._progress, self._num_total = progress, num_total
+
+    def vector(self, name: str, width: int) -> str:
+        return self._recorder.weight(name, self._vector(name, width))
+
+    def matrix(self, name: str, num_outputs: int, num_inputs: int) -> str:
+        return self._pack(name, [self._source(name, num_outputs, num_inputs)])
+
+    def linears(self, x: Buffer, at: str, outputs: dict[str, int], out: Buffer, has_bias: bool = False) -> None:
+        """Records x -> the named weights, side by side in `out`. Neighbours of one form become one stacked linear."""
+        sources = {name: self._source(at + name, width, x.width) for name, width in outputs.items()}
+        column = 0
+        for _, run in groupby(outputs, key=lambda name: form_of(sources[name].source_type, self._dtype)):
+            names = list(run)
+            stacked = at + "_".join(names) if len(names) < 3 else at + "".join(names)    # gate_up, qkv
+            weight = self._pack(stacked, [sources[name] for name in names])
+            bias = self._stacked_bias(stacked, at, {name: outputs[name] for name in names}) if has_bias else None
+            self._recorder.linear(x, weight, out, column, bias)
+            column += sum(outputs[name] for name in names)
+
+    def _stacked_bias(self, stacked: str, at: str, outputs: dict[str, int]) -> str:
+        parts = [self._vector(f"{at}{name}_bias", width) for name, width in outputs.items()]
+        return self._recorder.weight(stacked + "_bias", np.concatenate(parts))
+
+    def _pack(self, name: str, sources: list[SourceTensor]) -> str:
+        packed = self._backend.pack(sources, form_of(sources[0].source_type, self._dtype))
+        self._num_packed += packed.num_outputs * packed.num_inputs
+        if self._progress is not None:
+            self._progress(self._num_packed, self._num_total)
+        return self._recorder.weight(name, packed)
+
+    def _source(self, name: str, num_outputs: int, num_inputs: int) -> SourceTensor:
+        found = self._weights.get(name)
+        if not isinstance(found, SourceTensor):
+            raise ModelError(f"weight {name} is {'missing' if found is None else 'not a matrix'}")
+        if (found.num_outputs, found.num_inputs) != (num_outputs, num_inputs):
+            raise ModelError(f"weight {name} is [{found.num_outputs}, {found.num_inputs}], the model config says "
+                             f"[{num_outputs}, {num_inputs}]")
+        return found
+
+    def _vector(self, name: str, width: int) -> NDArray[np.float32]:
+        found = self._weights.get(name)
+        if not isinstance(found, np.ndarray):
+            raise ModelError(f"weight {name} is {'missing' if found is None else 'not a vector'}")
+        if found.shape != (width,):
+            raise ModelError(f"weight {name} has shape {found.shape}, the model config says ({width},)")
+        return np.ascontiguousarray(found, dtype=np.float32)
+
+
+def rope_table(num_positions: int, head_dim: int, theta: float) -> NDArray[np.float32]:
+    """[num_positions, head_dim]: cosines of the head_dim / 2 angles, then their sines; computed in float64."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    angles = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
+    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
+    """Canonical name ("layers.0." standing for all layers) -> outputs, inputs, how many there are."""
+    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
+    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width),
+              "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    outside = ("embed",) if spec.has_tied_head else ("embed", "head")
+    return {**{"layers.0." + name: (*shape, layers) for name, shape in shapes.items()},
+            **dict.fromkeys(outside, (spec.vocab_size, hidden, 1))}
+
+
+def num_matrix_weights(spec: ModelSpec) -> int:
+    return sum(outputs * inputs * count for outputs, inputs, count in matrix_shapes(spec).values())
+
+
+def estimated_weights_bytes(spec: ModelSpec, weights: Weights, dtype: str) -> int:
+    """Bytes the matrices will take once packed, known before they are; all layers taken to be like the first."""
+    total = 0.0
+    for name, (outputs, inputs, count) in matrix_shapes(spec).items():
+        source = weights.get(name)
+        if isinstance(source, SourceTensor):    # record_decoder refuses the others
+            total += outputs * inputs * count * FORM_BITS[form_of(source.source_type, dtype)] / 8
+    return int(total)
+
+
+def weights_bytes(program: Program) -> int:
+    """Bytes the packed weights and tables take in memory."""
+    return sum(w.num_bytes if isinstance(w, PackedLinear) else w.nbytes for w in program.weights.values())

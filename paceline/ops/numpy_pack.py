@@ -1,0 +1,73 @@
+"""Rounds weights to the values a packed form can hold: what the compiled kernels compute with, kept as float32.
+
+A source that the form holds without loss is left alone. Otherwise values are rounded to nearest even:
+  bf16   each value
+  int8   groups of 32 inputs: d = f16(max|w| / 127), q = round(w / d) in [-127, 127], w' = d q
+  int4   groups of 32 inputs: d = f16((max - min) / 15), m = f16(min), q = round((w - m) / d) in [0, 15], w' = d q + m
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, ModelError
+from .dequantize import bf16_bits, dequantize, from_bf16_bits
+from .interface import SourceTensor
+
+F32 = NDArray[np.float32]
+GROUP = 32
+INPUTS_MULTIPLE = {"f32": 1, "bf16": 2, "int8": GROUP, "int4": GROUP}
+LOSSLESS = {"f32": {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"}, "bf16": {"BF16"}, "int8": {"Q8_0"},
+            "int4": {"Q4_0", "Q4_1"}}
+
+
+def rounded_to_form(source: SourceTensor, form: str) -> F32:
+    """The values of a weight in a packed form, float32 [num_outputs, num_inputs]."""
+    if form not in ROUNDERS:
+        raise ConfigError(f"dtype={form!r} is unknown; choose from {list(ROUNDERS)}")
+    if source.num_inputs % INPUTS_MULTIPLE[form]:
+        raise ModelError(f"{source.name}: dtype {form} needs a multiple of {INPUTS_MULTIPLE[form]} inputs, "
+                         f"got {source.num_inputs}")
+    values = dequantize(source)
+    if source.source_type not in LOSSLESS[form]:
+        with np.errstate(over="ignore", invalid="ignore"):    # refused below
+            values = ROUNDERS[form](values)
+    if not np.isfinite(values).all():
+        raise ModelError(f"{source.name}: holds values that are not finite, or too large for dtype {form}")
+    return values
+
+
+def _to_f32(values: F32) -> F32:
+    return values
+
+
+def to_bf16(values: F32) -> F32:
+    return from_bf16_bits(bf16_bits(values))
+
+
+def to_int8(values: F32) -> F32:
+    groups = values.reshape(-1, GROUP)
+    d = _f16(np.abs(groups).max(axis=1, keepdims=True) / np.float32(127))
+    return (d * _quants(groups, d, -127, 127)).reshape(values.shape)
+
+
+def to_int4(values: F32) -> F32:
+    groups = values.reshape(-1, GROUP)
+    low, high = groups.min(axis=1, keepdims=True), groups.max(axis=1, keepdims=True)
+    d, m = _f16((high - low) / np.float32(15)), _f16(low)
+    return (d * _quants(groups - m, d, 0, 15) + m).reshape(values.shape)
+
+
+def _f16(values: F32) -> F32:
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _quants(values: F32, d: F32, least: int, most: int) -> F32:
+    quotient = np.divide(values, d, out=np.zeros_like(values), where=d != 0)
+    return np.clip(np.rint(quotient), least, most)
+
+
+ROUNDERS: dict[str, Callable[[F32], F32]] = {"f32": _to_f32, "bf16": to_bf16, "int8": to_int8, "int4": to_int4}

@@ -1,0 +1,102 @@
+"""Plan -> arrays. On the critical path of every step: lists are filled in one pass, then each becomes one array.
+
+Keeps one cache, block tables as arrays, keyed by request id and by the identity of the plan's tuple (the scheduler
+makes a new tuple whenever a block is added or replaced). It holds the rows of the last plan only and can be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvariantError, StepFailed
+from ..ops.interface import ForwardBatch, SamplingBatch
+from ..sched.plan import InputToken, LastSampled, ScheduledRequest, SchedulerOutput, TransferKind
+
+SEED_MASK = (1 << 64) - 1
+WHOLE_VOCABULARY = 0
+MAX_TOP_K = (1 << 31) - 1
+
+
+class BatchBuilder:
+    """Builds the arrays of a step."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, tuple[tuple[int, ...], NDArray[np.int32]]] = {}
+
+    def build(self, plan: SchedulerOutput, last_sampled: Mapping[str, int]) -> ForwardBatch:
+        """last_sampled: tokens the step before this one drew, by request id; LastSampled markers stand for them."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        row_starts = [0]
+        wanted: list[int] = []
+        for row in plan.rows:
+            first, start = row.num_computed_tokens, row_starts[-1]
+            if LastSampled.TOKEN in row.token_ids:
+                token_ids += [_resolved(token, row, last_sampled) for token in row.token_ids]
+            else:
+                token_ids += row.token_ids    # type: ignore[arg-type]
+            positions += range(first, first + len(row.token_ids))
+            wanted += [start + offset for offset in row.logits_offsets]
+            row_starts.append(start + len(row.token_ids))
+        return ForwardBatch(
+            np.array(token_ids, np.int32), np.array(positions, np.int32), np.array(row_starts, np.int32),
+            self._block_tables(plan.rows), np.array(wanted, np.int32), _copies(plan), sampling_batch(plan.rows))
+
+    def drop_caches(self) -> None:
+        """Forgets what can be rebuilt from the next plan."""
+        self._tables.clear()
+
+    def _block_tables(self, rows: tuple[ScheduledRequest, ...]) -> NDArray[np.int32]:
+        before, self._tables = self._tables, {}    # rows that left are forgotten
+        tables: list[NDArray[np.int32]] = []
+        for row in rows:
+            (block_ids,) = row.block_ids    # one KV group so far
+            cached = before.get(row.request_id)
+            if cached is None or cached[0] is not block_ids:
+                cached = (block_ids, np.array(block_ids, np.int32))
+            self._tables[row.request_id] = cached
+            tables.append(cached[1])
+        stacked = np.zeros((len(rows), max(map(len, tables), default=1)), np.int32)
+        for r, table in enumerate(tables):
+            stacked[r, : len(table)] = table
+        return stacked
+
+
+def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[str, int]) -> int:
+    if not isinstance(token, LastSampled):
+        return token
+    if row.request_id not in last_sampled:
+        raise InvariantError(f"{row.request_id} continues from a token that the step before did not sample")
+    if last_sampled[row.request_id] < 0:
+        raise StepFailed((row.request_id,), "the step before this one drew no token")
+    return last_sampled[row.request_id]
+
+
+def _copies(plan: SchedulerOutput) -> NDArray[np.int32]:
+    for transfer in plan.transfers:
+        if transfer.kind is not TransferKind.COPY or transfer.kv_group != 0:
+            raise InvariantError(f"this executor does not run {transfer}")
+    pairs = [(transfer.source, transfer.destination) for transfer in plan.transfers]
+    return np.array(pairs, np.int32).reshape(len(pairs), 2)
+
+
+def sampling_batch(rows: tuple[ScheduledRequest, ...]) -> SamplingBatch:
+    """One entry per wanted position, in the order of the rows."""
+    columns: list[tuple[float, int, float, int, int, int, int, bool]] = []
+    for row in rows:
+        if not row.logits_offsets:
+            continue
+        if row.sampling is None:
+            raise InvariantError(f"{row.request_id} wants logits but says not how to sample them")
+        params = row.sampling.params
+        top_k = WHOLE_VOCABULARY if params.top_k is None else min(params.top_k, MAX_TOP_K)
+        for offset in row.logits_offsets:
+            columns.append((params.temperature, top_k, params.top_p, params.seed & SEED_MASK,
+                            row.sampling.prompt_index, row.sampling.choice_index,
+                            row.num_computed_tokens + offset + 1, params.logprobs))
+    fields = list(zip(*columns, strict=True)) or [()] * 8
+    dtypes = (np.float32, np.int32, np.float32, np.uint64, np.uint32, np.uint32, np.uint64, np.uint8)
+    return SamplingBatch(*(np.array(values, dtype) for values, dtype in zip(fields, dtypes, strict=True)))

@@ -1,0 +1,98 @@
+"""Runs plans on a model: plan -> arrays -> one call of the step runner -> result.
+
+submit runs the step and returns when it is done; collect hands the result out. What a step drew is kept until the step
+after it has been submitted, so that plan N+1 may be made (with LastSampled markers) before N is collected. That is a
+step in flight, not a cache: drop_caches leaves it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..clock import Clock
+from ..errors import InvariantError, StepFailed
+from ..ops.interface import KVSpec, StepOutput, StepRunner
+from ..sched.plan import KVLayout, RowResult, SchedulerOutput, StepResult, Ticket
+from .batch import BatchBuilder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedStep:
+    """Our ticket: the step has run."""
+
+    plan: SchedulerOutput
+    output: StepOutput
+    duration_seconds: float
+
+
+class ModelExecutor:
+    """Executes plans on one step runner. keep_logits keeps the logits of the last step, for goldens."""
+
+    def __init__(self, runner: StepRunner, kv: KVSpec, clock: Clock, keep_logits: bool = False) -> None:
+        self.last_logits: NDArray[np.float32] | None = None
+        self._runner, self._kv, self._clock, self._keep_logits = runner, kv, clock, keep_logits
+        self._batches = BatchBuilder()
+        self._last_sampled: dict[str, int] = {}
+
+    def submit(self, plan: SchedulerOutput) -> FinishedStep:
+        started_at = self._clock.now()
+        batch = self._batches.build(plan, self._last_sampled)
+        output = self._runner.step(batch, self._keep_logits)
+        self.last_logits = output.logits
+        self._last_sampled = _last_tokens(plan, output)
+        return FinishedStep(plan, output, self._clock.now() - started_at)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Raises StepFailed when a row's logits were not finite. Nothing was committed: the step may run again
+        without those rows."""
+        if not isinstance(ticket, FinishedStep):
+            raise InvariantError(f"not a ticket of this executor: {ticket!r}")
+        plan, output = ticket.plan, ticket.output
+        if len(output.token_ids) and output.token_ids.min() < 0:
+            raise StepFailed(_failed_rows(plan, output), f"step {plan.step_id}: the model's logits are not finite")
+        return StepResult(plan.step_id, _row_results(plan, output), ticket.duration_seconds,
+                          tuple(transfer.transfer_id for transfer in plan.transfers))
+
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(self._kv.num_blocks, self._kv.block_size, self._kv.bytes_per_block)
+
+    def drop_caches(self) -> None:
+        """Changes nothing but the time of the next step."""
+        self._batches.drop_caches()
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+def _row_results(plan: SchedulerOutput, output: StepOutput) -> tuple[RowResult, ...]:
+    token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
+    results: list[RowResult] = []
+    start = 0
+    for row in plan.rows:
+        end = start + len(row.logits_offsets)
+        has_logprobs = row.sampling is not None and row.sampling.params.logprobs
+        results.append(RowResult(row.request_id, tuple(token_ids[start:end]),
+                                 tuple(logprobs[start:end]) if has_logprobs else None))
+        start = end
+    return tuple(results)
+
+
+def _last_tokens(plan: SchedulerOutput, output: StepOutput) -> dict[str, int]:
+    """The last token each row drew, -1 if it failed; rows that drew none are absent."""
+    token_ids = output.token_ids.tolist()
+    last: dict[str, int] = {}
+    end = 0
+    for row in plan.rows:
+        end += len(row.logits_offsets)
+        if row.logits_offsets:
+            last[row.request_id] = token_ids[end - 1]
+    return last
+
+
+def _failed_rows(plan: SchedulerOutput, output: StepOutput) -> tuple[str, ...]:
+    owners = [row.request_id for row in plan.rows for _ in row.logits_offsets]
+    failed = [owner for owner, token_id in zip(owners, output.token_ids.tolist(), strict=True) if token_id < 0]
+    return tuple(dict.fromkeys(failed))

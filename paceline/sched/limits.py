@@ -1,0 +1,41 @@
+"""What can ever be served, asked before anything is queued. Pure functions over one small value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import PromptTooLong, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_model_len` is the effective one: the model's limit, or less where the whole KV pool holds less."""
+
+    max_model_len: int    # tokens of prompt and output together
+
+
+def limits_of(max_model_len: int, num_blocks: int, block_size: int) -> Limits:
+    return Limits(max_model_len=min(max_model_len, num_blocks * block_size))
+
+
+def check_fits(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, is_strict: bool = False) -> int:
+    """The max_tokens to run with: lowered to what the context leaves, or refused there when `is_strict`.
+
+    None asks for the rest of the context. Raises PromptTooLong where not even one token can be generated.
+    """
+    if num_prompt_tokens < 1:
+        raise RequestError("prompt: at least one token is needed", param="prompt")
+    if max_tokens is not None and max_tokens < 1:
+        raise RequestError(f"max_tokens: must be at least 1, got {max_tokens}", param="max_tokens")
+    num_left = limits.max_model_len - num_prompt_tokens
+    if num_left < 1:
+        raise PromptTooLong(num_prompt_tokens, limits.max_model_len)
+    if max_tokens is None:
+        return num_left
+    if is_strict and max_tokens > num_left:
+        raise RequestError(
+            f"max_tokens: {max_tokens} asked, but a prompt of {num_prompt_tokens} tokens leaves {num_left} "
+            f"of {limits.max_model_len}",
+            param="max_tokens",
+        )
+    return min(max_tokens, num_left)

@@ -1,0 +1,94 @@
+"""What a step brought: news of single requests, and the gauges and counters of the scheduler. Plain frozen values.
+
+They live here because the scheduler makes them; `engine/messages` hands them through the engine's door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..request import FinishReason, Request, StopMatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimeline:
+    """When things happened to one request, in seconds on the engine's clock."""
+
+    arrived_at: float
+    first_scheduled_at: float | None
+    first_token_at: float | None
+    finished_at: float
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step brought to one choice. `timeline` comes with the finish."""
+
+    request_id: str
+    choice_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop: StopMatch | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    timeline: RequestTimeline | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges after a step and counters since start."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int             # free or cached: can be given out
+    num_cached_blocks: int           # of the free ones, how many still hold a reusable prefix
+    num_preemptions: int             # counters from here on
+    num_steps: int
+    num_prompt_tokens_computed: int
+    num_generation_tokens: int
+    prefix_cache_queries: int        # tokens
+    prefix_cache_hits: int           # tokens
+    num_recomputed_tokens: int
+
+
+def output_of(
+    request: Request, token_ids: tuple[int, ...] = (), logprobs: tuple[float, ...] | None = None
+) -> RequestOutput:
+    """News of a request as it stands; a finished one brings its reason and its timeline."""
+    return RequestOutput(
+        request_id=request.request_id,
+        choice_index=request.choice_index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=request.finish_reason,
+        stop=request.stop,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        timeline=None if request.finished_at is None else timeline_of(request, request.finished_at),
+    )
+
+
+def timeline_of(request: Request, finished_at: float) -> RequestTimeline:
+    return RequestTimeline(
+        arrived_at=request.arrival_time,
+        first_scheduled_at=request.first_scheduled_at,
+        first_token_at=request.first_token_at,
+        finished_at=finished_at,
+        num_preemptions=request.num_preemptions,
+    )
+
+
+def aborted_before_birth(parent: Request, request_id: str, choice_index: int, now: float) -> RequestOutput:
+    """The end of a choice whose parent was still computing the prompt."""
+    return RequestOutput(
+        request_id=request_id,
+        choice_index=choice_index,
+        token_ids=(),
+        finish_reason=FinishReason.ABORT,
+        num_prompt_tokens=parent.num_prompt_tokens,
+        num_cached_tokens=parent.num_cached_tokens,
+        timeline=timeline_of(parent, now),
+    )

@@ -1,0 +1,42 @@
+"""One step under construction: rows, copies, victims and the budget that is left. Built once, then frozen."""
+
+from __future__ import annotations
+
+from .plan import Preempted, Refusal, ScheduledRequest, SchedulerOutput, Transfer
+
+
+class StepBuilder:
+    """Collects what the scheduler decides; decides nothing."""
+
+    def __init__(self, step_id: int, token_budget: int) -> None:
+        self.step_id = step_id
+        self.budget_left = token_budget
+        self.refusal: Refusal | None = None
+        self._rows: list[ScheduledRequest] = []
+        self._transfers: list[Transfer] = []
+        self._preempted: list[Preempted] = []
+
+    @property
+    def has_preempted(self) -> bool:
+        return bool(self._preempted)
+
+    def add_row(self, row: ScheduledRequest) -> None:
+        self._rows.append(row)
+        self.budget_left -= len(row.token_ids)
+
+    def add_transfer(self, transfer: Transfer) -> None:
+        self._transfers.append(transfer)
+
+    def add_preempted(self, preempted: Preempted) -> None:
+        self._preempted.append(preempted)
+
+    def build(self, num_waiting: int, num_running: int) -> SchedulerOutput:
+        return SchedulerOutput(
+            step_id=self.step_id,
+            rows=tuple(self._rows),
+            transfers=tuple(self._transfers),
+            preempted=tuple(self._preempted),
+            refusal=self.refusal,
+            num_waiting=num_waiting,
+            num_running=num_running,
+        )

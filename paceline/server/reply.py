@@ -1,0 +1,176 @@
+"""Runs a call and writes its answer: one JSON body, or a stream of events. Always ends, whatever happens.
+
+The response starts with the first news, so that a failure before it still gets its proper status. A client that hangs
+up ends its request at once, streaming or not. When the server must go, `cut` tells the client and closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from urllib.parse import quote
+
+from starlette.types import Receive, Scope, Send
+
+from ..errors import EngineDead
+from .engine_port import Engine
+from .generation import Generation
+from .openai import Call, answer_of, usage_of
+from .replies import as_http_error, json_response
+from .sse import DONE, ChunkEvents, error_event
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+MAX_IGNORED_SHOWN = 20
+LOGGER = logging.getLogger("paceline.server")
+
+
+class LiveReplies:
+    """The replies being written now; at shutdown the last of them are cut."""
+
+    def __init__(self) -> None:
+        self._live: set[Reply] = set()
+
+    def add(self, reply: Reply) -> None:
+        self._live.add(reply)
+
+    def discard(self, reply: Reply) -> None:
+        self._live.discard(reply)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def cut_all(self) -> None:
+        for reply in tuple(self._live):
+            reply.cut()
+
+
+class Reply:
+    """An ASGI response that generates."""
+
+    def __init__(self, engine: Engine, call: Call, live: LiveReplies) -> None:
+        self._engine = engine
+        self._call = call
+        self._live = live
+        self._has_started = False
+        self._cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def cut(self) -> None:
+        if not self._cut.done():
+            self._cut.set_result(None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = Generation(self._engine, self._call)
+        write = self._write_stream if self._call.is_stream else self._write_body
+        work = asyncio.ensure_future(write(generation, send))
+        hang_up = asyncio.ensure_future(_client_gone(receive))
+        self._live.add(self)
+        try:
+            await asyncio.wait({work, hang_up, self._cut}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not hang_up.done():
+                raise EngineDead("the server is shutting down")
+        except Exception as error:
+            await _cancelled(work)
+            await self._fail(error, send)
+        finally:
+            self._live.discard(self)
+            hang_up.cancel()
+            if not generation.is_finished:
+                generation.abort()
+            await _cancelled(work)
+
+    async def _write_body(self, generation: Generation, send: Send) -> None:
+        texts = [[echo] for echo in self._echoes()]
+        async for number, text, _ in generation.steps():
+            texts[number].append(text)
+        # With nothing to generate there are no choices that finished: the limit of no tokens was reached.
+        reasons = [choice.finish_reason or "length" for choice in generation.choices] or ["length"] * len(texts)
+        choices = [("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+        usage = usage_of(self._call, generation.num_completion_tokens, generation.num_cached_tokens)
+        response = json_response(answer_of(self._call, choices, usage), headers=ignored_header(self._call.ignored))
+        self._has_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+    async def _write_stream(self, generation: Generation, send: Send) -> None:
+        events = ChunkEvents(self._call)
+        echoes = self._echoes()
+        if not generation.choices:
+            await self._send_events(send, self._only_echo(events, echoes))
+        opened: set[int] = set()
+        async for number, text, reason in generation.steps():
+            if number not in opened:
+                opened.add(number)
+                await self._send_events(send, self._opening(events, number, echoes[number]))
+            if text:
+                await self._send_events(send, (events.text(number, text),))
+            if reason is not None:
+                await self._send_events(send, (events.finish(number, reason),))
+        if self._call.wants_usage_chunk:
+            usage = usage_of(self._call, generation.num_completion_tokens, generation.num_cached_tokens)
+            await self._send_events(send, (events.usage(usage),))
+        await self._send_events(send, (DONE,))
+        await send({"type": "http.response.body", "body": b""})
+
+    def _echoes(self) -> list[str]:
+        """The text each choice starts with."""
+        echoes = self._call.echoes or ("",) * len(self._call.prompts)
+        return [echo for echo in echoes for _ in range(self._call.num_choices)]
+
+    def _opening(self, events: ChunkEvents, number: int, echo: str) -> list[bytes]:
+        if self._call.is_chat:
+            return [events.role(number)]
+        return [events.text(number, echo)] if echo else []
+
+    def _only_echo(self, events: ChunkEvents, echoes: list[str]) -> list[bytes]:
+        finished = []
+        for number, echo in enumerate(echoes):
+            finished += [*self._opening(events, number, echo), events.finish(number, "length")]
+        return finished
+
+    async def _send_events(self, send: Send, events: Iterable[bytes]) -> None:
+        """One write an event: some clients take a chunk of the transfer for an event."""
+        if not self._has_started:
+            self._has_started = True
+            ignored = [(name.encode(), value.encode()) for name, value in ignored_header(self._call.ignored).items()]
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + ignored})
+        for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def _fail(self, error: Exception, send: Send) -> None:
+        """Before the response has started the error gets its status; after, a stream gets an error event and ends."""
+        if not self._has_started or not self._call.is_stream:
+            raise error
+        failure = as_http_error(error)
+        await send({"type": "http.response.body", "body": error_event(failure.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        if failure.status == 500:
+            LOGGER.error("a stream ended with an error", exc_info=error)
+
+
+def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
+    """x-paceline-ignored, with names made safe for a header."""
+    if not names:
+        return {}
+    shown = [quote(name[:64], safe="._-") for name in names[:MAX_IGNORED_SHOWN]]
+    return {"x-paceline-ignored": ", ".join(shown) + (", ..." if len(names) > MAX_IGNORED_SHOWN else "")}
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(work: asyncio.Future[None]) -> None:
+    """Cancels work and waits until it has let go. What it raised was dealt with, or nobody listens any more."""
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work})
+    if not work.cancelled():
+        work.exception()             # marks it as seen

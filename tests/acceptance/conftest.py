@@ -1,0 +1,67 @@
+"""A real `paceline serve` process on the real model, and what clients need to reach it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+
+@dataclass
+class Server:
+    """A server process. `log` grows with what it prints."""
+
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
+        values = [line.rsplit(" ", 1)[1] for line in lines if re.match(re.escape(name) + r"[ {]", line)]
+        assert values, f"{name} is not on /metrics"
+        return sum(map(float, values))
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+def start_server(*arguments: str) -> Server:
+    """Returns when the server has printed its address, which it does once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cli", "serve", "smollm2", "--port", "0", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = Server(process)
+    assert process.stdout is not None
+    for line in process.stdout:
+        server.log.append(line)
+        if found := re.search(r"http://[\d.]+:\d+", line):
+            server.url = found.group()
+            break
+    else:
+        raise AssertionError("the server ended before it was ready:\n" + "".join(server.log))
+    # Someone must go on reading, or a full pipe would stop the server.
+    threading.Thread(target=lambda: server.log.extend(process.stdout), daemon=True).start()
+    return server
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def start(*arguments: str) -> Server:
+        started.append(start_server(*arguments))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()

@@ -1,0 +1,244 @@
+"""Fakes that can be wrong: an executor whose tokens depend on what the block tables really read, and a stage to play on.
+
+ShadowExecutor keeps (token, position, context) in shadow slots, where context digests everything below as it was *read*
+when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared or un-recomputed blocks change tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from paceline.config import SchedulerConfig
+from paceline.kv.manager import KVCacheManager
+from paceline.kv.prefix_hash import PREFIX_CACHES
+from paceline.request import FinishReason, Request, SamplingParams
+from paceline.sched.admission import ADMISSIONS
+from paceline.sched.batching import REGIMES
+from paceline.sched.chunking import CHUNKINGS
+from paceline.sched.ordering import ORDERINGS
+from paceline.sched.outputs import RequestOutput
+from paceline.sched.plan import (
+    KVLayout,
+    RowResult,
+    SamplingRef,
+    ScheduledRequest,
+    SchedulerOutput,
+    StepResult,
+    TransferKind,
+)
+from paceline.sched.policies import Policies
+from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
+from paceline.sched.scheduler import Scheduler
+
+VOCAB_SIZE = 64
+EOS = 0
+POISON = (-1, -1, -1)
+
+Slot = tuple[int, int, int]
+
+
+def draw(slots: list[Slot], sampling: SamplingRef, position: int) -> int:
+    """The next token: a hash of all that was read and of the sampling key. Ints only, so runs repeat."""
+    key = (sampling.params.seed, sampling.prompt_index, sampling.choice_index, position)
+    return hash((tuple(slots), key)) % VOCAB_SIZE
+
+
+class ShadowExecutor:
+    """Runs plans on shadow slots. `transfer_delay` is how many steps later a copy is reported done."""
+
+    def __init__(self, num_blocks: int, block_size: int, transfer_delay: int = 0) -> None:
+        self.block_size = block_size
+        self.slots: list[list[Slot]] = [[POISON] * block_size for _ in range(num_blocks)]
+        self.transfer_delay = transfer_delay
+        self.steps: list[SchedulerOutput] = []
+        self._unreported: list[tuple[int, int]] = []    # (step to report in, transfer id)
+        self._tables: dict[str, tuple[tuple[int, ...], list[int]]] = {}    # rebuilt from plans at any time
+
+    def kv_layout(self) -> KVLayout:
+        return KVLayout(num_blocks=len(self.slots), block_size=self.block_size, bytes_per_block=1)
+
+    def drop_caches(self) -> None:
+        self._tables.clear()
+
+    def submit(self, plan: SchedulerOutput) -> SchedulerOutput:
+        return plan
+
+    def collect(self, ticket: SchedulerOutput) -> StepResult:
+        plan = ticket
+        self.steps.append(plan)
+        for transfer in plan.transfers:
+            assert transfer.kind is TransferKind.COPY
+            self.slots[transfer.destination] = list(self.slots[transfer.source])
+            self._unreported.append((plan.step_id + self.transfer_delay, transfer.transfer_id))
+        for row in plan.rows:
+            self._poison_beyond(row)
+        for row in plan.rows:
+            self._write(row)
+        rows = tuple(self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
+        done = tuple(transfer_id for step_id, transfer_id in self._unreported if step_id <= plan.step_id)
+        self._unreported = [entry for entry in self._unreported if entry[0] > plan.step_id]
+        return StepResult(plan.step_id, rows, duration_seconds=0.01, transfers_done=done)
+
+    def _table(self, row: ScheduledRequest) -> list[int]:
+        cached = self._tables.get(row.request_id)
+        if cached is None or cached[0] is not row.block_ids[0]:
+            cached = self._tables[row.request_id] = (row.block_ids[0], list(row.block_ids[0]))
+        return cached[1]
+
+    def _poison_beyond(self, row: ScheduledRequest) -> None:
+        """What a row has not computed is nobody's: if somebody shares it, it should hurt."""
+        table = self._table(row)
+        for position in range(row.num_computed_tokens, len(table) * self.block_size):
+            self.slots[table[position // self.block_size]][position % self.block_size] = POISON
+
+    def _read(self, table: list[int], position: int) -> Slot:
+        return self.slots[table[position // self.block_size]][position % self.block_size]
+
+    def _write(self, row: ScheduledRequest) -> None:
+        table = self._table(row)
+        for position, token_id in enumerate(row.token_ids, start=row.num_computed_tokens):
+            assert isinstance(token_id, int)
+            below = self._read(table, position - 1) if position else POISON
+            slot = (token_id, position, hash((below, token_id, position)))
+            self.slots[table[position // self.block_size]][position % self.block_size] = slot
+
+    def _sample(self, row: ScheduledRequest) -> RowResult:
+        table, tokens = self._table(row), []
+        for offset in row.logits_offsets:
+            assert row.sampling is not None
+            num_read = row.num_computed_tokens + offset + 1
+            tokens.append(draw([self._read(table, position) for position in range(num_read)], row.sampling, num_read))
+        return RowResult(row.request_id, tuple(tokens))
+
+
+def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival") -> Policies:
+    return Policies(
+        regime=REGIMES["continuous"],
+        ordering=ORDERINGS[ordering],
+        admission=ADMISSIONS["watermark"],
+        preemption=PREEMPTIONS["recompute"],
+        victim=VICTIM_RULES[victim],
+        chunking=CHUNKINGS["fixed"],
+    )
+
+
+def make_request(request_id: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, **fields: object) -> Request:
+    """`prompt` is token ids, or how many to make up: equal lengths give equal prefixes only with equal `salt`.
+
+    Fields of SamplingParams (seed, stop_token_ids, ignore_eos) and of Request are told apart by name.
+    """
+    salt = int(fields.pop("salt", 0))    # type: ignore[call-overload]
+    tokens = prompt if isinstance(prompt, tuple) else tuple((7 * i + 13 * salt) % 50 + 1 for i in range(prompt))
+    named = {name: fields.pop(name) for name in ("seed", "stop_token_ids", "ignore_eos") if name in fields}
+    sampling = SamplingParams(max_tokens=max_tokens, **named)    # type: ignore[arg-type]
+    fields.setdefault("arrival_time", 0.0)
+    return Request(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, **fields)    # type: ignore[arg-type]
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """A size of engine. The defaults are roomy."""
+
+    num_blocks: int = 400
+    block_size: int = 4
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 64
+    watermark: float = 0.0
+    max_model_len: int = 200
+    prefix_cache: str = "hash"
+    ordering: str = "fcfs"
+    victim: str = "latest_arrival"
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    transfer_delay: int = 0
+
+
+class Stage:
+    """Scheduler and ShadowExecutor, stepped together; the books are checked after every step."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache])
+        config = SchedulerConfig(
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            watermark=setup.watermark,
+        )
+        self.scheduler = Scheduler(
+            config,
+            kv,
+            make_policies(setup.ordering, setup.victim),
+            max_model_len=setup.max_model_len,
+            eos_token_ids=setup.eos_token_ids,
+        )
+        self.executor = ShadowExecutor(setup.num_blocks, setup.block_size, setup.transfer_delay)
+        self.now = 0.0
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, RequestOutput] = {}
+        self.plans: list[SchedulerOutput] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def step(self) -> SchedulerOutput:
+        plan = self.schedule()
+        self.update(plan)
+        return plan
+
+    def schedule(self) -> SchedulerOutput:
+        self.now += 0.5
+        plan = self.scheduler.schedule(self.now)
+        assert plan.num_tokens <= self.setup.max_num_batched_tokens
+        assert plan.num_running <= self.setup.max_num_seqs
+        self.scheduler.check()
+        self.plans.append(plan)
+        return plan
+
+    def update(self, plan: SchedulerOutput) -> None:
+        self.now += 0.5
+        self.note(self.scheduler.update(plan, self.executor.collect(self.executor.submit(plan)), self.now))
+        self.scheduler.check()
+
+    def abort(self, *request_ids: str) -> None:
+        self.note(self.scheduler.abort(request_ids, self.now))
+        self.scheduler.check()
+
+    def note(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.finished, "news of a request that had ended"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output
+
+    def run(self, max_steps: int = 2000) -> Stage:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                return self
+            self.step()
+        raise AssertionError(f"no end after {max_steps} steps")
+
+    @property
+    def reasons(self) -> dict[str, FinishReason | None]:
+        return {request_id: output.finish_reason for request_id, output in self.finished.items()}
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.scheduler.stats().num_preemptions
+
+
+def solo(request: Request, setup: Setup) -> list[int]:
+    """What the request generates alone in a roomy engine that reuses nothing."""
+    alone = Request(
+        request_id="solo",
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        arrival_time=0.0,
+        prompt_index=request.prompt_index,
+        choice_index=request.choice_index,
+    )
+    limit = min(setup.max_model_len, setup.num_blocks * setup.block_size)
+    roomy = replace(setup, num_blocks=400, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
+                    max_num_seqs=1, transfer_delay=0)
+    stage = Stage(roomy)
+    stage.add(alone)
+    return stage.run().tokens["solo"]

@@ -1,0 +1,129 @@
+"""Each verb against its formula, in float64, on a program of one node."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.ops.interface import ForwardBatch, KVSpec
+from paceline.ops.numpy_ops import VERBS, NumpyBackend, NumpyKVCache, NumpyStep, rotate
+from paceline.ops.program import VERBS as VERB_NAMES
+from paceline.ops.program import ProgramRecorder
+from tests.runner.helpers import encoded, one_row_batch, sampling_rows
+
+RNG = np.random.default_rng(0)
+KV = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, block_size=16, num_blocks=8, dtype="f32")
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def run_one(recorder: ProgramRecorder, inputs: list[np.ndarray], batch: ForwardBatch | None = None,
+            cache: NumpyKVCache | None = None) -> NumpyStep:
+    """Runs the single recorded node on these inputs (buffers in the order they were made)."""
+    program = recorder.finish()
+    step = NumpyStep(program, cache or NumpyKVCache(KV), batch or one_row_batch(range(5), 0, [0, 1]))
+    for buffer, values in zip(step.buffers, inputs, strict=False):
+        buffer[:] = values
+    (node,) = program.nodes
+    VERBS[node.verb](step, node)
+    return step
+
+
+def recorder() -> ProgramRecorder:
+    return ProgramRecorder(num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=32)
+
+
+def test_every_verb_has_its_function() -> None:
+    assert tuple(VERBS) == VERB_NAMES
+
+
+def test_embed_looks_rows_up() -> None:
+    record, table = recorder(), normal(32, 32)
+    out = record.embed(record.weight("w", NumpyBackend().pack([encoded("w", table, "F32")], "f32")),
+                       record.buffer("tokens", 32))
+    step = run_one(record, [], one_row_batch([3, 31, 0], 0, [0]))
+    np.testing.assert_array_equal(step.buffers[out.buffer_id], table[[3, 31, 0]])
+
+
+def test_rms_norm() -> None:
+    record, x, weight = recorder(), normal(5, 32), normal(32)
+    out = record.rms_norm(record.buffer("tokens", 32), record.weight("w", weight), 1e-5, record.buffer("tokens", 32))
+    y = run_one(record, [x]).buffers[out.buffer_id]
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(y, wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight, rtol=2e-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_fills_its_columns_only(has_bias: bool) -> None:
+    record, x, weight, bias = recorder(), normal(5, 32), normal(12, 32), normal(12)
+    name = record.weight("w", NumpyBackend().pack([encoded("w", weight, "F32")], "f32"))
+    out = record.linear(record.buffer("tokens", 32), name, record.buffer("tokens", 20), 6,
+                        record.weight("b", bias) if has_bias else None)
+    y = run_one(record, [x, np.full((5, 20), 7)]).buffers[out.buffer_id]
+    np.testing.assert_allclose(y[:, 6:18], x.astype(np.float64) @ weight.T + bias * has_bias, rtol=1e-4, atol=1e-5)
+    assert (y[:, :6] == 7).all() and (y[:, 18:] == 7).all()
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+    def angles(position: int) -> np.ndarray:
+        turned = position * 10000.0 ** (-np.arange(0, 8, 2) / 8)
+        return np.concatenate([np.cos(turned), np.sin(turned)]).astype(np.float32)
+    q, k = normal(1, 8), normal(1, 8)
+    np.testing.assert_allclose(np.linalg.norm(rotate(q, angles(9))), np.linalg.norm(q), rtol=1e-5)
+    near, far = (float(rotate(q, angles(p + 3))[0] @ rotate(k, angles(p))[0]) for p in (0, 50))
+    assert near == pytest.approx(far, abs=1e-4)
+    np.testing.assert_array_equal(rotate(q, angles(0)), q)
+
+
+def test_rope_write_kv_writes_the_slots_of_its_positions_and_no_other() -> None:
+    record, qkv, cache = recorder(), normal(3, 64), NumpyKVCache(KV)
+    cache.blocks[...] = np.nan
+    rope = np.concatenate([np.cos(normal(40, 4)), np.sin(normal(40, 4))], axis=1)
+    out = record.rope_write_kv(record.buffer("tokens", 64), record.weight("rope", rope), 1, record.buffer("tokens", 32))
+    step = run_one(record, [qkv], one_row_batch([1, 2, 3], 15, [6, 2]), cache)
+    heads = qkv.reshape(3, 8, 8)
+    for t, (position, block, slot) in enumerate([(15, 6, 15), (16, 2, 0), (17, 2, 1)]):
+        np.testing.assert_array_equal(step.buffers[out.buffer_id][t], rotate(heads[t, :4], rope[position]).reshape(-1))
+        np.testing.assert_array_equal(cache.blocks[block, 1, 0, slot], rotate(heads[t, 4:6], rope[position]))
+        np.testing.assert_array_equal(cache.blocks[block, 1, 1, slot], heads[t, 6:])
+    assert np.isfinite(cache.blocks).sum() == 3 * 2 * 2 * 8
+
+
+def test_paged_attention_is_causal_attention() -> None:
+    record, q, cache = recorder(), normal(3, 32), NumpyKVCache(KV)
+    cache.blocks[...] = np.nan
+    keys, values = normal(18, 2, 8), normal(18, 2, 8)
+    for position in range(18):
+        cache.write(0, (6, 2)[position // 16], position % 16, keys[position], values[position])
+    out = record.paged_attention(record.buffer("tokens", 32), 0, 0.35, record.buffer("tokens", 32))
+    y = run_one(record, [q], one_row_batch([1, 2, 3], 15, [6, 2, 7]), cache).buffers[out.buffer_id]
+    for t in range(3):
+        for head in range(4):
+            seen = slice(0, 16 + t)
+            scores = keys[seen, head // 2].astype(np.float64) @ q[t, 8 * head : 8 * head + 8] * 0.35
+            weights = np.exp(scores) / np.exp(scores).sum()
+            np.testing.assert_allclose(y[t, 8 * head : 8 * head + 8], weights @ values[seen, head // 2], rtol=1e-4,
+                                       atol=1e-6)
+
+
+def test_silu_mul_survives_large_gates() -> None:
+    record, gate_up = recorder(), normal(5, 24)
+    gate_up[0, :2] = [-500, 500]
+    out = record.silu_mul(record.buffer("tokens", 24), record.buffer("tokens", 12))
+    y = run_one(record, [gate_up]).buffers[out.buffer_id]
+    gate, up = gate_up[:, :12].astype(np.float64), gate_up[:, 12:]
+    np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-30)
+
+
+def test_add_and_select_wanted() -> None:
+    record, x, y = recorder(), normal(5, 8), normal(5, 8)
+    record.add(record.buffer("tokens", 8), record.buffer("tokens", 8))
+    np.testing.assert_array_equal(run_one(record, [x, y]).buffers[0], x + y)
+    record = recorder()
+    record.select_wanted(record.buffer("tokens", 8), record.buffer("wanted", 8))
+    batch = ForwardBatch(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32), np.array([0, 5], np.int32),
+                         np.zeros((1, 1), np.int32), np.array([1, 4], np.int32), np.zeros((0, 2), np.int32),
+                         sampling_rows(2))
+    np.testing.assert_array_equal(run_one(record, [x], batch).buffers[1], x[[1, 4]])
