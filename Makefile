@@ -109,7 +109,7 @@ extra = $$($(BIN)/python scripts/extra.py $(1))
 
 # --- kernels without Python, on this processor and on an emulated Arm one -------------------------------------------
 
-CMAKE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+CMAKE = MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 KERNEL_TEST := -DCMAKE_BUILD_TYPE=Release -S csrc/tests
 
 test-native: $(INSTALLED)

@@ -64,5 +64,6 @@ void test_elementwise(const KernelTable& table);
 void test_attention(const KernelTable& table);
 void test_sample(const KernelTable& table);
 void test_pool();
+void test_program(const KernelTable& table);
 
 }  // namespace paceline::test
