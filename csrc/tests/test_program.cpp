@@ -1,0 +1,191 @@
+// A whole step without Python: a two-layer decoder, recorded by hand, run on the thread pool. A prompt gives the same logits
+// in one step, in pieces, beside another row, in other blocks and on any number of threads.
+#include <algorithm>
+
+#include "../runner.h"
+#include "check.h"
+
+namespace paceline::test {
+namespace {
+
+constexpr int kLayers = 2, kHeads = 4, kKVHeads = 2, kHeadDim = 32, kHidden = 64, kInner = 96, kVocab = 50, kBlockSize = 16;
+constexpr int kPositions = 640, kBlocks = 2 * kPositions / kBlockSize;
+constexpr int kQWidth = kHeads * kHeadDim, kQKVWidth = (kHeads + 2 * kKVHeads) * kHeadDim;
+
+enum BufferId { x, normed, qkv, q, attended, residual, gate_up, activated, last, logits };
+
+class Recorder {
+ public:
+  explicit Recorder(Form form) : form_(form), random_(99) {
+    for (int64_t width : {kHidden, kHidden, kQKVWidth, kQWidth, kQWidth, kHidden, 2 * kInner, kInner}) buffer(false, width);
+    buffer(true, kHidden);
+    buffer(true, kVocab);
+    spec.num_heads = kHeads;
+    spec.num_kv_heads = kKVHeads;
+    spec.head_dim = kHeadDim;
+    spec.vocab_size = kVocab;
+    record();
+  }
+
+  ProgramSpec spec;
+
+ private:
+  void buffer(bool is_wanted, int64_t width) {
+    spec.buffers.push_back({static_cast<int64_t>(spec.buffers.size()), is_wanted, width});
+  }
+
+  std::string matrix(const std::string& name, int64_t num_outputs, int64_t num_inputs) {
+    const std::vector<float> values = random_.bells(num_outputs * num_inputs, 0.2f);
+    WeightSpec weight{};
+    weight.is_packed = true;
+    weight.packed = pack(form_, num_inputs, {{"F32", reinterpret_cast<const uint8_t*>(values.data()), num_outputs,
+                                              num_inputs * 4, num_inputs * 4, nullptr}});
+    spec.weights[name] = weight;
+    return name;
+  }
+
+  std::string array(const std::string& name, int64_t rows, std::vector<float> values) {
+    WeightSpec weight{};
+    weight.rows = rows;
+    weight.columns = static_cast<int64_t>(values.size()) / rows;
+    weight.values = std::move(values);
+    spec.weights[name] = weight;
+    return name;
+  }
+
+  void node(const char* verb, std::vector<int64_t> inputs, int64_t output, std::vector<std::string> weights = {},
+            std::map<std::string, double> attrs = {}) {
+    spec.nodes.push_back({verb, std::move(inputs), output, std::move(weights), std::move(attrs)});
+  }
+
+  void norm(const std::string& name, int64_t from, int64_t to) {
+    node("rms_norm", {from}, to, {array(name, 1, random_.bells(kHidden))}, {{"eps", 1e-5}});
+  }
+
+  void record() {
+    std::vector<float> rope;
+    for (int position = 0; position < kPositions; ++position) {
+      for (int i = 0; i < kHeadDim; ++i) {
+        const double angle = position * std::pow(10000.0, -2.0 * (i % (kHeadDim / 2)) / kHeadDim);
+        rope.push_back(static_cast<float>(i < kHeadDim / 2 ? std::cos(angle) : std::sin(angle)));
+      }
+    }
+    array("rope", kPositions, rope);
+    node("embed", {}, x, {matrix("embed", kVocab, kHidden)});
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const std::string at = "layers." + std::to_string(layer) + ".";
+      norm(at + "attn_norm", x, normed);
+      node("linear", {normed}, qkv, {matrix(at + "qkv", kQKVWidth, kHidden)});
+      node("rope_write_kv", {qkv}, q, {"rope"}, {{"layer", layer}});
+      node("paged_attention", {q}, attended, {}, {{"layer", layer}, {"scale", 0.2}});
+      node("linear", {attended}, residual, {matrix(at + "o", kHidden, kQWidth)});
+      node("add", {x, residual}, x);
+      norm(at + "mlp_norm", x, normed);
+      node("linear", {normed}, gate_up, {matrix(at + "gate_up", 2 * kInner, kHidden)});
+      node("silu_mul", {gate_up}, activated);
+      node("linear", {activated}, residual, {matrix(at + "down", kHidden, kInner)});
+      node("add", {x, residual}, x);
+    }
+    node("select_wanted", {x}, last);
+    node("linear", {last}, logits, {"embed"});
+    node("sample", {logits}, -1);
+  }
+
+  Form form_;
+  Random random_;
+};
+
+std::vector<int32_t> tokens_of(int count, uint64_t seed) {
+  Random random(seed);
+  std::vector<int32_t> tokens;
+  for (int i = 0; i < count; ++i) tokens.push_back(static_cast<int32_t>(random.below(kVocab)));
+  return tokens;
+}
+
+// Tokens [first, last) of a row whose blocks are first_block, first_block + stride, ...
+struct RowPart {
+  const std::vector<int32_t>& tokens;
+  int first, last, first_block, stride;
+};
+
+// Runs the parts as one step; the logits after the last token of the first part.
+std::vector<float> run_step(Runner& runner, const std::vector<RowPart>& parts) {
+  std::vector<int32_t> token_ids, positions, row_starts{0}, tables, wanted;
+  const int64_t max_blocks = kPositions / kBlockSize;
+  for (const RowPart& part : parts) {
+    for (int i = part.first; i < part.last; ++i) {
+      token_ids.push_back(part.tokens[static_cast<size_t>(i)]);
+      positions.push_back(i);
+    }
+    row_starts.push_back(static_cast<int32_t>(token_ids.size()));
+    wanted.push_back(static_cast<int32_t>(token_ids.size()) - 1);
+    const int num_used = (part.last + kBlockSize - 1) / kBlockSize;
+    for (int64_t i = 0; i < max_blocks; ++i) {
+      tables.push_back(i < num_used ? static_cast<int32_t>(part.first_block + i * part.stride) : 0);
+    }
+  }
+  const size_t rows = parts.size();
+  const std::vector<float> temperature(rows, 0.0f), top_p(rows, 1.0f);
+  const std::vector<int32_t> top_k(rows, 0);
+  const std::vector<uint64_t> seed(rows, 0), position(rows, 0);
+  const std::vector<uint32_t> index(rows, 0);
+  const std::vector<uint8_t> wants_logprob(rows, 1);
+  const StepInput in = {static_cast<int64_t>(token_ids.size()), static_cast<int64_t>(rows), static_cast<int64_t>(rows), 0,
+                        max_blocks, token_ids.data(), positions.data(), row_starts.data(), tables.data(), wanted.data(),
+                        nullptr,
+                        {temperature.data(), top_k.data(), top_p.data(), seed.data(), index.data(), index.data(),
+                         position.data(), wants_logprob.data()}};
+  std::vector<int32_t> drawn(rows);
+  std::vector<float> logprobs(rows), out(rows * kVocab);
+  runner.step(in, drawn.data(), logprobs.data(), out.data());
+  const auto best = std::max_element(out.begin(), out.begin() + kVocab);
+  if (drawn[0] != best - out.begin()) return {};    // greedy must agree with the logits it was drawn from
+  out.resize(kVocab);
+  return out;
+}
+
+void poison(Runner& runner) {
+  std::vector<int32_t> all(kBlocks);
+  for (int i = 0; i < kBlocks; ++i) all[static_cast<size_t>(i)] = i;
+  runner.poison(all.data(), kBlocks);
+}
+
+void test_form(const KernelTable& table, Form form, bool is_bf16) {
+  Check check(std::string(table.name) + " program, " + form_name(form) + " weights, " + (is_bf16 ? "bf16" : "f32") + " cache");
+  const std::vector<int32_t> prompt = tokens_of(kSegment + 40, 1), other = tokens_of(90, 2);
+  const int length = static_cast<int>(prompt.size());
+  const KVSpec kv = {kLayers, kKVHeads, kHeadDim, kBlockSize, kBlocks, is_bf16};
+  std::vector<float> right;
+  for (int num_threads = 1; num_threads <= 3; ++num_threads) {
+    Runner runner(table, num_threads, Recorder(form).spec, kv);
+    poison(runner);
+    const std::vector<float> whole = run_step(runner, {{prompt, 0, length, 0, 1}});
+    if (right.empty()) right = whole;
+    check.expect(whole.size() == kVocab && std::all_of(whole.begin(), whole.end(), [](float v) { return std::isfinite(v); }),
+                 "%d threads: no finite logits", num_threads);
+    if (whole.size() != kVocab) return;
+    check.same_bits(whole.data(), right.data(), kVocab, "one step, threads", num_threads);
+    for (int piece : {1, 7, 64, 129}) {
+      if (piece == 1 && num_threads != 2) continue;
+      poison(runner);
+      std::vector<float> pieces;
+      for (int first = 0; first < length; first += piece) {
+        const int last_token = std::min(length, first + piece), beside = std::min(89, first / piece);
+        // Another row, one token further each step, in blocks between those of the first.
+        pieces = run_step(runner, {{prompt, first, last_token, kBlocks - 2, -2}, {other, beside, beside + 1, 1, 2}});
+      }
+      check.expect(pieces.size() == kVocab, "%d threads, pieces of %d: no logits", num_threads, piece);
+      if (pieces.size() == kVocab) check.same_bits(pieces.data(), right.data(), kVocab, "pieces of", piece);
+    }
+  }
+}
+
+}  // namespace
+
+void test_program(const KernelTable& table) {
+  for (bool is_bf16 : {false, true}) {
+    for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_form(table, form, is_bf16);
+  }
+}
+
+}  // namespace paceline::test
