@@ -1,4 +1,4 @@
-// The next token of one row of logits. The rules, which paceline/runner/sampler.py states again in numpy:
+// The next token of one row of logits. The rules, which paceline/ops/numpy_sampler.py states again in numpy:
 //
 //   temperature 0 (or a scaled maximum that is not finite): the largest logit, ties to the lowest id.
 //   Otherwise scaled = logit / temperature. top_k keeps the k largest, ties at the k-th to the lowest ids. top_p keeps, of

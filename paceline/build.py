@@ -23,7 +23,7 @@ from .engine.transport import TRANSPORTS
 from .errors import ConfigError
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
-from .model.decoder import record_decoder, weights_bytes
+from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
 from .model.loader import ModelFiles, open_model
 from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
@@ -31,7 +31,7 @@ from .ops.interface import Backend, KVSpec, PackedLinear
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_weights_memory, kv_spec
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -114,6 +114,7 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
     backend = make_backend(config.isa, config.num_threads, notice)
+    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
     max_model_len = config.max_model_len or limit
     program = record_decoder(files.spec, files.weights, backend, config.dtype, max_model_len, progress)
     return LoadedModel(files, backend, program, config, max_model_len)

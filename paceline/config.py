@@ -11,6 +11,7 @@ from .errors import ConfigError
 BLOCK_SIZES = (16, 32, 64)
 WEIGHT_FORMS = ("f32", "bf16", "int8", "int4")
 KV_DTYPES = ("f32", "bf16")
+ISA_NAMES = ("auto", "portable", "avx2", "avx512", "numpy")
 
 
 def knob(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, least: float | None = None,
@@ -47,7 +48,7 @@ class ModelConfig:
     max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's limit", least=2)
     num_threads: int | None = knob(None, "compute threads; default: one per usable core", least=1, most=256)
     isa: str = knob("auto", "instruction-set path: auto, portable, avx2, avx512, or numpy (the slow reference)",
-                    choices=("auto", "portable", "avx2", "avx512", "numpy"))
+                    choices=ISA_NAMES)
 
     def __post_init__(self) -> None:
         _check(self)

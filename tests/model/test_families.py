@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import ModelError
+from paceline.model.decoder import AUTO_FORMS
 from paceline.model.families import spec_from_config
 from paceline.model.fields import Fields
-from paceline.model.loader import SOURCE_FORMS, open_model
+from paceline.model.loader import open_model
 from paceline.model.spec import ModelSpec
 from paceline.ops.interface import SourceTensor
 
@@ -160,7 +161,7 @@ def test_the_packaged_model_opens_without_its_package_being_imported() -> None:
     assert (files.spec.num_layers, files.spec.hidden_size, files.spec.norm_eps) == (30, 576, 1e-5)
     assert files.eos_token_ids == {2} and files.spec.has_tied_head
     kinds = {weight.source_type for weight in files.weights.values() if isinstance(weight, SourceTensor)}
-    assert {SOURCE_FORMS[kind] for kind in kinds} == {"int4", "int8"}
+    assert {AUTO_FORMS[kind] for kind in kinds} == {"int4", "int8"}
     assert files.model_hash == open_model("smollm2").model_hash
 
 
