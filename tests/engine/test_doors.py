@@ -1,0 +1,221 @@
+"""The two transports and the asyncio engine behind them, over the real core on shadow slots."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from paceline.clock import WallClock
+from paceline.engine.async_engine import AsyncEngine, ServedModel
+from paceline.engine.core import EngineCore
+from paceline.engine.events import EngineEvents
+from paceline.engine.messages import Ready, RequestOutput, Submit
+from paceline.engine.transport import TRANSPORTS
+from paceline.errors import ConfigError, EngineDead, Overloaded
+from paceline.request import FinishReason, SamplingParams
+from paceline.sched.plan import SchedulerOutput, StepResult
+from tests.fakes import Setup, ShadowExecutor, Stage
+
+SETUP = Setup(num_blocks=64, max_model_len=200)
+
+
+class FailsAt(ShadowExecutor):
+    """Breaks in the given step: as an error, or by ending the process as a crash would."""
+
+    def __init__(self, step_id: int, is_crash: bool = False) -> None:
+        super().__init__(SETUP.num_blocks, SETUP.block_size)
+        self._step_id, self._is_crash = step_id, is_crash
+
+    def collect(self, ticket: SchedulerOutput) -> StepResult:
+        if ticket.step_id == self._step_id:
+            if self._is_crash:
+                os._exit(9)
+            raise RuntimeError("a kernel broke")
+        return super().collect(ticket)
+
+
+@dataclass
+class Loaded:
+    core: EngineCore
+    ready: Ready
+
+    def close(self) -> None:
+        pass
+
+
+def load(fails_at: int | None = None, is_crash: bool = False) -> Loaded:
+    executor = (ShadowExecutor(SETUP.num_blocks, SETUP.block_size) if fails_at is None
+                else FailsAt(fails_at, is_crash))
+    core = EngineCore(Stage(SETUP).scheduler, executor, WallClock(), EngineEvents(lambda listener, error: None))
+    return Loaded(core, Ready(max_model_len=200, num_blocks=64, block_size=4, fingerprint="shadow"))
+
+
+def load_badly() -> Loaded:
+    raise ConfigError("num_kv_blocks: more than there is")
+
+
+def served(ready: Ready) -> ServedModel:
+    return ServedModel(tokenizer=None, chat_template=None, max_model_len=ready.max_model_len,
+                       eos_token_ids=frozenset(), fingerprint=ready.fingerprint, vocab_size=64)
+
+
+def submit(request_id: str, max_tokens: int = 4, num_choices: int = 1) -> Submit:
+    return Submit(request_id=request_id, prompt_token_ids=(1, 2, 3, 4, 5), sampling=SamplingParams(max_tokens=max_tokens),
+                  arrival_time=0.0, num_choices=num_choices)
+
+
+def with_engine(transport: str, story: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
+                make_core: Callable[[], Loaded] = load, max_queue: int = 64) -> None:
+    async def play() -> None:
+        engine = AsyncEngine(TRANSPORTS[transport](make_core), served, max_queue)
+        assert engine.state == "loading"
+        await engine.start()
+        try:
+            await asyncio.wait_for(story(engine), 60)
+        finally:
+            await engine.stop()
+
+    asyncio.run(play())
+
+
+both = pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+
+
+@both
+def test_a_request_streams_its_tokens_and_ends_once(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        assert (engine.state, engine.model.fingerprint) == ("ready", "shadow")
+        outputs = [output async for output in engine.submit(submit("a"))]
+        assert sum(len(output.token_ids) for output in outputs) == 4
+        assert [output.finish_reason for output in outputs] == [None, None, None, FinishReason.LENGTH]
+        assert engine.num_unfinished == 0
+        assert engine.stats is not None and engine.stats.num_free_blocks == 64
+
+    with_engine(transport, story)
+
+
+def test_both_transports_bring_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", os.environ.get("PYTHONHASHSEED", "random"))
+    brought: dict[str, list[tuple[int, ...]]] = {}
+    for transport in TRANSPORTS:
+        async def story(engine: AsyncEngine, transport: str = transport) -> None:
+            await engine.ready()
+            streams = [engine.submit(submit(f"r{index}", max_tokens=3 + index)) for index in range(5)]
+            brought[transport] = [tuple([t async for output in stream for t in output.token_ids]) for stream in streams]
+
+        with_engine(transport, story)
+    assert brought["thread"] == brought["process"]
+
+
+@both
+def test_choices_come_interleaved_on_one_stream(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", num_choices=3))
+        assert engine.num_unfinished == 3
+        ends: list[RequestOutput] = [output async for output in stream if output.finish_reason is not None]
+        assert sorted(output.choice_index for output in ends) == [0, 1, 2]
+        assert engine.num_unfinished == 0
+
+    with_engine(transport, story)
+
+
+@both
+def test_an_aborted_request_frees_its_blocks_and_others_go_on(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        leaving, staying = engine.submit(submit("a", max_tokens=150)), engine.submit(submit("b", max_tokens=20))
+        await anext(leaving)
+        leaving.abort()
+        leaving.abort()    # twice is no error
+        assert [output async for output in leaving][-1:] in ([], [None]) or not leaving.is_open
+        assert sum([len(output.token_ids) async for output in staying]) == 20
+        after = engine.submit(submit("c"))
+        assert len([output async for output in after]) == 4
+        assert engine.stats is not None and engine.stats.num_free_blocks == 64 and engine.stats.num_running == 0
+
+    with_engine(transport, story)
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        held = engine.submit(submit("a", num_choices=2))
+        with pytest.raises(Overloaded, match="2 requests are unfinished, the limit is 2") as refused:
+            engine.submit(submit("b"))
+        assert 1 <= refused.value.retry_after_seconds <= 60
+        assert len({output.request_id async for output in held}) == 2
+        assert len([output async for output in engine.submit(submit("b"))]) == 4
+
+    with_engine("thread", story, max_queue=2)
+
+
+@both
+def test_a_step_that_fails_tells_every_stream(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        streams = [engine.submit(submit(f"r{index}", max_tokens=100)) for index in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineDead, match="a kernel broke"):
+                async for _ in stream:
+                    pass
+        assert engine.state == "dead"
+        with pytest.raises(EngineDead, match="dead"):
+            engine.submit(submit("late"))
+
+    with_engine(transport, story, partial(load, 5))
+
+
+def test_an_engine_process_that_vanishes_is_noticed() -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        with pytest.raises(EngineDead, match="exit status 9"):
+            async for _ in engine.submit(submit("a", max_tokens=100)):
+                pass
+        assert engine.state == "dead"
+
+    with_engine("process", story, partial(load, 3, True))
+
+
+@both
+def test_a_mistake_in_the_configuration_is_told_as_such(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        with pytest.raises(ConfigError, match="num_kv_blocks: more than there is"):
+            await engine.ready()
+
+    with_engine(transport, story, load_badly)    # type: ignore[arg-type]
+
+
+@both
+def test_draining_takes_nothing_new_and_finishes_the_rest(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=50))
+        draining = asyncio.ensure_future(engine.drain(60))
+        await asyncio.sleep(0)    # lets the drain begin
+        with pytest.raises(EngineDead, match="draining"):
+            engine.submit(submit("b"))
+        assert sum([len(output.token_ids) async for output in stream]) == 50
+        await draining
+
+    with_engine(transport, story)
+
+
+def test_stopping_tells_open_streams() -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=190))
+        await engine.drain(0.0)
+        await engine.stop()
+        with pytest.raises(EngineDead, match="shutting down"):
+            async for _ in stream:
+                pass
+
+    with_engine("thread", story)
