@@ -1,17 +1,15 @@
-"""What every request passes first: a request id, CORS, the key. Deny by default: only OPEN_PATHS need no key.
-
-Plain ASGI, no per-event work: `send` is wrapped only until the response has started.
-"""
+"""What every request passes first: a request id, CORS, the key. Deny by default: only OPEN_PATHS need no key."""
 
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .replies import HttpError
+from .replies import HttpError, as_http_error
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})    # compared with the path exactly as sent
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -26,6 +24,7 @@ PREFLIGHT_HEADERS = [
     (b"access-control-max-age", b"600"),
     (b"content-length", b"0"),
 ]
+LOGGER = logging.getLogger("paceline.server")
 
 
 class Access:
@@ -40,14 +39,24 @@ class Access:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        send = _with_headers(send, _request_id(headers), b"origin" in headers)
+        answer = Answer(send, _request_id(headers), b"origin" in headers)
         if scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
-            await send({"type": "http.response.start", "status": 200, "headers": PREFLIGHT_HEADERS})
-            await send({"type": "http.response.body", "body": b""})
+            await answer({"type": "http.response.start", "status": 200, "headers": PREFLIGHT_HEADERS})
+            await answer({"type": "http.response.body", "body": b""})
         elif self._is_allowed(scope["path"], headers):
-            await self._app(scope, receive, send)
+            await self._pass_on(scope, receive, answer)
         else:
-            await _denied(b"authorization" in headers or b"x-api-key" in headers).response()(scope, receive, send)
+            await _denied(b"authorization" in headers or b"x-api-key" in headers).response()(scope, receive, answer)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        """Answers a failure that nobody expected here: above us the connection would be cut without notice."""
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:
+            if answer.has_begun:
+                raise
+            LOGGER.exception("a request failed: %s %r", scope["method"], scope["path"][:200])
+            await as_http_error(error).response()(scope, receive, answer)
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if self._api_key is None or path in OPEN_PATHS:
@@ -69,13 +78,18 @@ def _request_id(headers: dict[bytes, bytes]) -> bytes:
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
-def _with_headers(send: Send, request_id: bytes, has_origin: bool) -> Send:
-    async def wrapped(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            extra = [(b"x-request-id", request_id), *(CORS_HEADERS if has_origin else ())]
-            names = {name for name, _ in extra}
-            kept = [header for header in message.get("headers", ()) if header[0] not in names]
-            message = {**message, "headers": [*kept, *extra]}
-        await send(message)
+class Answer:
+    """`send` with the headers that every answer has. Knows whether the answer has begun."""
 
-    return wrapped
+    def __init__(self, send: Send, request_id: bytes, has_origin: bool) -> None:
+        self._send = send
+        self._headers = [(b"x-request-id", request_id), *(CORS_HEADERS if has_origin else ())]
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            names = {name for name, _ in self._headers}
+            kept = [header for header in message.get("headers", ()) if header[0] not in names]
+            message = {**message, "headers": [*kept, *self._headers]}
+        await self._send(message)

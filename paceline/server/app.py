@@ -50,7 +50,6 @@ def make_app(
             HTTPException: _routing_failure,
             EngineError: _failure,
             ClientDisconnect: _nobody_listens,
-            Exception: _failure,
         },
     )
     app.router.redirect_slashes = False    # a path is what it says, or it is unknown

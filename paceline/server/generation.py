@@ -89,9 +89,11 @@ class Generation:
         if len(self._streams) == 1:
             async for output in self._streams[0]:
                 yield self._take(0, output)
-            return
-        async for prompt_index, output in merged(self._streams):
-            yield self._take(prompt_index, output)
+        else:
+            async for prompt_index, output in merged(self._streams):
+                yield self._take(prompt_index, output)
+        if not self.is_finished:
+            raise _failure(FinishReason.ABORT)    # a stream that was closed under us
 
     def _take(self, prompt_index: int, output: RequestOutput) -> tuple[int, str, str | None]:
         number = prompt_index * self._num_choices + output.choice_index

@@ -58,6 +58,9 @@ class FakeStream:
     def put(self, news: RequestOutput | Exception) -> None:
         self._queue.put_nowait(news)
 
+    def close(self) -> None:
+        self._queue.put_nowait(StopAsyncIteration())
+
     def __aiter__(self) -> FakeStream:
         return self
 
@@ -167,6 +170,14 @@ class FakeEngine:
         self._loop_task.cancel()
         for stream in set(self._streams.values()):
             stream.put(EngineDead(reason))
+        self._running.clear()
+        self._streams.clear()
+        self._changed.set()
+
+    def close_all(self) -> None:
+        """Ends the streams without a word."""
+        for stream in set(self._streams.values()):
+            stream.close()
         self._running.clear()
         self._streams.clear()
         self._changed.set()

@@ -90,7 +90,7 @@ def test_a_bug_of_ours_is_a_500_and_not_the_end(
     with monkeypatch.context() as patch:
         patch.setattr(server.engine.model.tokenizer, "encode", lambda *args: 1 / 0)
         response = server.completion(stream=stream)
-        assert response.status_code == 500
+        assert response.status_code == 500 and response.headers["x-request-id"]
         assert response.json()["error"] == {
             "message": "internal error; the server's log has the details", "type": "server_error", "param": None,
             "code": "internal_error"}

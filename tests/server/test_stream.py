@@ -191,6 +191,17 @@ def test_a_failure_before_the_start_has_a_status(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hi", ["a", "b"]])
+def test_a_stream_that_ends_without_a_reason_is_no_success(server: RunningServer, stream: bool, prompt: Any) -> None:
+    server.on_loop(server.engine.hold)
+    with connect(server.port) as connection:
+        connection.sendall(json_request("/v1/completions", LONG | {"prompt": prompt, "stream": stream}))
+        server.until(lambda: server.engine.submitted)
+        server.on_loop(server.engine.close_all)
+        assert read_until(connection, b"}}").startswith(b"HTTP/1.1 503 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_refuses_is_a_400(server: RunningServer, stream: bool) -> None:
     server.on_loop(setattr, server.engine, "submit_error", RequestError("prompt: does not fit the cache", "prompt"))
     response = server.completion(stream=stream)
