@@ -216,12 +216,18 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)
         await engine.start()
-        await engine.ready()
+        try:
+            await engine.ready()
+        except BaseException:    # a bad knob, or a signal while loading: nobody else knows this engine
+            await engine.stop()
+            raise
         for text in engine.notices:
             notice(text)
         return engine
 
-    return serve_http(make_engine, server, config.model.model, draw_seed, WallClock())
+    info = {"block_size": str(config.cache.block_size), "kv_dtype": config.model.kv_dtype,
+            "prefix_cache": config.cache.prefix_cache}
+    return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), info)
 
 
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:

@@ -41,6 +41,10 @@ class PromptTooLong(RequestError):
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
 
+    def __reduce__(self) -> tuple[type[PromptTooLong], tuple[int, int]]:
+        # An engine in its own process sends its errors as values; the default would call us with the message alone.
+        return PromptTooLong, (self.num_prompt_tokens, self.max_model_len)
+
 
 class Unsupported(RequestError):
     """A known parameter that we do not implement. Refused by name, never ignored."""

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, EngineDead, Overloaded
+from ..errors import ConfigError, EngineDead, EngineError, Overloaded
 from ..sched.choices import choice_id
-from .messages import Abort, Died, EngineStats, News, Outputs, Ready, RequestOutput, Stop, Stopped, Submit
+from .messages import Abort, Died, EngineStats, News, Outputs, Ready, Rejected, RequestOutput, Stop, Stopped, Submit
 from .transport import Transport
 
 OnOutputs = Callable[[Outputs], None]
@@ -38,7 +38,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.choice_ids = tuple(choice_id(message.request_id, i) for i in range(message.num_choices))
         self._engine = engine
         self._num_open = message.num_choices
-        self._arrived: deque[RequestOutput | EngineDead] = deque()
+        self._arrived: deque[RequestOutput | EngineError] = deque()
         self._wakeup: asyncio.Future[None] | None = None
 
     @property
@@ -60,7 +60,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._wakeup = asyncio.get_running_loop().create_future()
             await self._wakeup
         output = self._arrived.popleft()
-        if isinstance(output, EngineDead):
+        if isinstance(output, EngineError):
             raise output
         return output
 
@@ -77,7 +77,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._arrived.append(output)
         self._wake()
 
-    def _close(self, failure: EngineDead | None) -> None:
+    def _close(self, failure: EngineError | None) -> None:
         self._num_open = 0
         if failure is not None:
             self._arrived.append(failure)
@@ -193,6 +193,10 @@ class AsyncEngine:
                 self._model, self.layout, self.notices = model, news, news.notices
                 if self.state == "loading":
                     self.state = "ready"
+            case Rejected():
+                if (stream := self._streams.get(news.request_id)) is not None:
+                    self._forget(stream)
+                    stream._close(news.error)
             case Died():
                 self.state, self.failure = "dead", news
                 self._close_streams(EngineDead(news.reason))

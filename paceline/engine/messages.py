@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..errors import RequestError
 from ..request import SamplingParams
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
 
-__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "RequestOutput", "RequestTimeline",
-           "Stop", "Stopped", "Submit"]
+__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "Rejected", "RequestOutput",
+           "RequestTimeline", "Stop", "Stopped", "Submit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,14 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """The core refused a Submit that the door had let through; the request does not exist."""
+
+    request_id: str
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
 class Died:
     """The loop has stopped on an exception, or never started; no more Outputs will come."""
 
@@ -80,4 +89,4 @@ class Stopped:
     """The loop has left as asked."""
 
 
-News: TypeAlias = Ready | Outputs | Died | Stopped
+News: TypeAlias = Ready | Outputs | Rejected | Died | Stopped

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, RequestError
 from .core import EngineCore
-from .messages import Abort, Died, Message, News, Ready, Stop, Stopped, Submit
+from .messages import Abort, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
 
 OnNews = Callable[[News], None]
 
@@ -78,7 +78,7 @@ def _serve_messages(core: EngineCore, inbox: Inbox, publish: OnNews) -> None:
         for message in inbox.drain(blocks=not core.has_work() and not is_stopping):
             match message:
                 case Submit():
-                    core.add(message)
+                    _add(core, message, publish)
                 case Abort():
                     core.abort(message.request_ids)
                 case Stop(is_graceful=True):
@@ -89,6 +89,13 @@ def _serve_messages(core: EngineCore, inbox: Inbox, publish: OnNews) -> None:
             publish(core.step())
         elif is_stopping:
             return
+
+
+def _add(core: EngineCore, submit: Submit, publish: OnNews) -> None:
+    try:
+        core.add(submit)
+    except RequestError as error:
+        publish(Rejected(submit.request_id, error))
 
 
 class _QueueInbox:

@@ -70,6 +70,11 @@ class Tokenizer:
         """One token alone as text, special or not; a token that is part of a character gives U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Characters the longest token stands for: so many characters need at least one token."""
+        return max(map(len, self.inner.get_vocab()), default=1)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, special or not. Where the vocabulary is not byte-level: of its text alone."""
         if not self.is_byte_level:

@@ -19,7 +19,7 @@ from ..clock import Clock
 from ..config import ServerConfig
 from ..engine.messages import EngineStats, Outputs, Submit
 from ..errors import ConfigError, EngineDead
-from .app import make_app
+from .app import make_app, served_names
 from .engine_port import Engine, EngineInfo, RequestStream, SeedSource, ServedModel
 from .protocol import LimitedProtocol
 from .reply import LiveReplies
@@ -103,6 +103,7 @@ class Service:
         clock: Clock,
         engine_info: EngineInfo | None = None,
     ) -> None:
+        self.address = ""    # known when the port is open
         self._engine_factory = engine_factory
         self._config = config
         self._slot = EngineSlot()
@@ -121,6 +122,10 @@ class Service:
         self._num_stops += 1
         (self._stop_asked if self._num_stops == 1 else self._stop_insisted).set()
 
+    @property
+    def is_chat_model(self) -> bool:
+        return self._slot.model.chat_template is not None
+
     async def run(self, on_event: Callable[[str], None]) -> int:
         """Serves until asked to stop. `on_event` is told the address when the port is open, and readiness."""
         listener = bind(self._config.host, self._config.port)
@@ -128,7 +133,8 @@ class Service:
         serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         serving.add_done_callback(lambda _: self._stop_asked.set())    # should it fail, nobody waits for ever
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        on_event(f"listening on http://{host}:{listener.getsockname()[1]}")
+        self.address = f"http://{host}:{listener.getsockname()[1]}"
+        on_event(f"listening on {self.address}")
         try:
             if await self._load():
                 on_event("ready")
@@ -201,10 +207,29 @@ def serve(
 
     async def run() -> int:
         service = Service(engine_factory, config, model_name, seed_source, clock, engine_info)
-        return await service.run(lambda event: print(f"paceline: {event}", file=sys.stderr, flush=True))
+
+        def tell(event: str) -> None:
+            print(f"paceline: {event}", file=sys.stderr, flush=True)
+            if event == "ready":
+                print(greeting(service.address, served_names(config, model_name)[0], service.is_chat_model),
+                      file=sys.stderr, flush=True)
+
+        return await service.run(tell)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(run())
+
+
+def greeting(address: str, model_name: str, is_chat_model: bool) -> str:
+    """The address, and a request to paste."""
+    question = "What is the capital of France? Answer in one sentence."
+    if is_chat_model:
+        route, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{question}"}}]'
+    else:
+        route, asked = "completions", '"prompt": "The capital of France is"'
+    return (f"serving {model_name} at {address}\n\n"
+            f"  curl {address}/v1/{route} -H 'content-type: application/json' \\\n"
+            f"    -d '{{\"model\": \"{model_name}\", {asked}, \"temperature\": 0}}'\n")
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -42,8 +42,8 @@ def start_server(*arguments: str) -> Server:
     assert process.stdout is not None
     for line in process.stdout:
         server.log.append(line)
-        if found := re.search(r"http://[\d.]+:\d+", line):
-            server.url = found.group()
+        if found := re.match(r"serving smollm2 at (http://[\d.]+:\d+)", line):
+            server.url = found.group(1)
             break
     else:
         raise AssertionError("the server ended before it was ready:\n" + "".join(server.log))

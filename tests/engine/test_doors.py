@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
 from paceline.engine.messages import Ready, RequestOutput, Submit
 from paceline.engine.transport import TRANSPORTS
-from paceline.errors import ConfigError, EngineDead, Overloaded
+from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong
 from paceline.request import FinishReason, SamplingParams
 from paceline.sched.plan import SchedulerOutput, StepResult
 from tests.fakes import Setup, ShadowExecutor, Stage
@@ -66,8 +66,8 @@ def served(ready: Ready) -> ServedModel:
 
 
 def submit(request_id: str, max_tokens: int = 4, num_choices: int = 1) -> Submit:
-    return Submit(request_id=request_id, prompt_token_ids=(1, 2, 3, 4, 5), sampling=SamplingParams(max_tokens=max_tokens),
-                  arrival_time=0.0, num_choices=num_choices)
+    return Submit(request_id=request_id, prompt_token_ids=(1, 2, 3, 4, 5), arrival_time=0.0, num_choices=num_choices,
+                  sampling=SamplingParams(max_tokens=max_tokens))
 
 
 def with_engine(transport: str, story: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
@@ -155,6 +155,21 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         assert len([output async for output in engine.submit(submit("b"))]) == 4
 
     with_engine("thread", story, max_queue=2)
+
+
+@both
+def test_a_request_the_core_refuses_fails_alone(transport: str) -> None:
+    """The door checks the same limits; if it ever let one through, nobody else may pay for it."""
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        staying = engine.submit(submit("a", max_tokens=20))
+        with pytest.raises(PromptTooLong, match="400 tokens"):
+            async for _ in engine.submit(replace(submit("b"), prompt_token_ids=(1,) * 400)):
+                pass
+        assert sum([len(output.token_ids) async for output in staying]) == 20
+        assert engine.num_unfinished == 0
+
+    with_engine(transport, story)
 
 
 @both
