@@ -38,7 +38,7 @@ test: $(INSTALLED) .venv/installed-model .venv/installed-test
 
 lint: $(INSTALLED) .venv/installed-test .venv/installed-lint
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict paceline/request.py paceline/kv paceline/sched paceline/engine/core.py paceline/engine/events.py
+	$(BIN)/mypy --strict --follow-imports=silent paceline/request.py paceline/kv paceline/sched paceline/engine/core.py paceline/engine/events.py
 	$(BIN)/mypy paceline scripts
 
 # PyTorch lives in an environment of its own, which also sees the packages of .venv and with them the kernels.

@@ -104,13 +104,13 @@ class ProgramRecorder:
         return self._add("select_wanted", (x,), out)
 
     def sample(self, logits: Buffer) -> None:
-        self._add("sample", (logits,), None)
+        self._nodes.append(Node("sample", (logits.buffer_id,), None))
 
     def finish(self) -> Program:
         return Program(tuple(self._buffers), tuple(self._nodes), dict(self._weights), *self._shape)
 
-    def _add(self, verb: str, inputs: tuple[Buffer, ...], out: Buffer | None, weights: tuple[str, ...] = (),
-             **attrs: float | int) -> Any:
+    def _add(self, verb: str, inputs: tuple[Buffer, ...], out: Buffer, weights: tuple[str, ...] = (),
+             **attrs: float | int) -> Buffer:
         ids = tuple(buffer.buffer_id for buffer in inputs)
-        self._nodes.append(Node(verb, ids, None if out is None else out.buffer_id, weights, attrs))
+        self._nodes.append(Node(verb, ids, out.buffer_id, weights, attrs))
         return out

@@ -74,7 +74,7 @@ def test_imports_point_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=ids)
 def test_internal_imports_are_lazy_only_in_the_composition_root(path: Path) -> None:
-    if part_of(path) in ("build", "cli"):
+    if part_of(path) in COMPOSITION:
         return
     lazy = {
         name

@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from paceline.errors import ModelError
 from paceline.model import safetensors
-from paceline.model.dequantize import BLOCKS, dequantize
 from paceline.model.families import unpermuted_rows
 from paceline.model.gguf import read_gguf
 from paceline.model.loader import open_model
+from paceline.ops.dequantize import BLOCKS, dequantize
 from paceline.ops.interface import SourceTensor
 from tests.golden.make_tokenizer_goldens import packaged_gguf
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from paceline.model.chat_template import ChatTemplate
-from paceline.model.dequantize import dequantize
 from paceline.model.loader import ModelFiles, open_model
 from paceline.model.tokenizer import tokenizer_from_directory
+from paceline.ops.dequantize import dequantize
 from paceline.ops.interface import SourceTensor
 from tests.golden import make_tokenizer_goldens as maker
 from tests.golden import nasty

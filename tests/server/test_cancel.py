@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from paceline.server import prompts
+
 from .conftest import MODEL, RunningServer, StartServer
 from .raw import connect, json_request, read_answer, read_until
 
@@ -62,8 +64,9 @@ def test_hanging_up_while_the_prompt_is_tokenised(held: RunningServer, monkeypat
         return encode(text[:10], add_special_tokens)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
+    monkeypatch.setattr(prompts, "MAX_INLINE_CHARS", 100)
     with connect(held.port) as connection:
-        connection.sendall(json_request("/v1/completions", ENDLESS | {"prompt": "x" * 5000}))
+        connection.sendall(json_request("/v1/completions", ENDLESS | {"prompt": "x" * 200}))
         assert has_begun.wait(20)
     may_finish.set()
     held.until(lambda: held.engine.aborted and held.engine.num_unfinished == 0)
