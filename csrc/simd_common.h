@@ -62,7 +62,7 @@ PL_INLINE int32_t reduce_max_i32(i32x16 a) {
   return most;
 }
 
-// e^a within 2 units in the last place. Results below the smallest normal are 0 (so e^-inf is 0), above the largest float
+// e^a within one unit in the last place. Results below the smallest normal are 0 (so e^-inf is 0), above the largest float
 // they are inf; a NaN stays a NaN.
 PL_INLINE f32x16 exp(f32x16 a) {
   const f32x16 low = set1(-87.33654f);
