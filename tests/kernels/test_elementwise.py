@@ -26,7 +26,7 @@ def test_embed_returns_rows_of_the_unpacked_table(kernels: ModuleType, path: str
     ids = np.array([0, 52, 7, 16, 15, 52, 31], dtype=np.int32)
     assert same_bits(kernels.embed(path, packed, ids), kernels.unpack(packed)[ids])
     for outside in (-1, 53):
-        with pytest.raises(ValueError, match="^ids: "):
+        with pytest.raises(ValueError, match=r"^ids: "):
             kernels.embed(path, packed, np.array([outside], dtype=np.int32))
 
 

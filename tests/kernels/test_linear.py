@@ -13,8 +13,8 @@ Floats = NDArray[np.float32]
 FORMS = ("f32", "bf16", "int8", "int4")
 
 # Relative to sum_k |w_k x_k|, the size of what is added up. f32: rounding of at most 200 additions. bf16 rounds each
-# activation to 8 bits (2^-9 relative); int8 and int4 round it to a 254th of its group's largest, which on these bell-shaped
-# rows comes to a few thousandths.
+# activation to 8 bits (2^-9 relative); int8 and int4 round it to a 254th of its group's largest, which on these
+# bell-shaped rows comes to a few thousandths.
 ORACLE_ERROR = {"f32": 1e-5, "bf16": 2.0**-9, "int8": 6e-3, "int4": 6e-3}
 
 

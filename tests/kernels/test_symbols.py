@@ -18,8 +18,8 @@ def test_a_path_has_no_shared_symbols(name: str) -> None:
     nm = shutil.which("nm")
     if not objects or nm is None:
         pytest.skip("needs PACELINE_KERNELS_PATH to name a build folder, and nm")
-    lines = subprocess.run([nm, "-C", *map(str, objects)], capture_output=True, text=True, check=True).stdout.splitlines()
-    symbols = [line[17:] for line in lines if len(line) > 19 and line[17] in "TDRBWVuUw"]
+    listing = subprocess.run([nm, "-C", *map(str, objects)], capture_output=True, text=True, check=True).stdout
+    symbols = [line[17:] for line in listing.splitlines() if len(line) > 19 and line[17] in "TDRBWVuUw"]
     assert any(f"paceline::{name}::linear(" in symbol for symbol in symbols)
     weak = [symbol for symbol in symbols if symbol[0] in "WVuw"]
     foreign = [symbol for symbol in symbols if symbol[0] in "TDRB" and f"paceline::{name}::" not in symbol
