@@ -61,7 +61,10 @@ std::vector<const KernelTable*> usable_tables() {
     if (name.rfind("avx512", 0) != 0) avx2 = avx2 && present;
     avx512 = avx512 && present;
   }
+  static_cast<void>(avx512);    // unused where the compiler could not build that path
+#if defined(PACELINE_BUILT_AVX512)
   if (avx512) tables.push_back(&kernels_avx512);
+#endif
   if (avx2) tables.push_back(&kernels_avx2);
 #endif
   tables.push_back(&kernels_portable);

@@ -17,6 +17,10 @@ inline uint16_t float_to_bf16(float a) {
   return static_cast<uint16_t>((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 
+// Nearest integer, ties to even, for magnitudes below 2^22; larger ones come back nearly unchanged. (std::nearbyint is a
+// library call on the baseline x86-64 this file is built for.)
+inline float round_to_even(float a) { return (a + 12582912.0f) - 12582912.0f; }
+
 inline bool f16_is_finite(uint16_t h) { return (h & 0x7c00) != 0x7c00; }
 
 inline float f16_to_float(uint16_t h) {

@@ -116,6 +116,39 @@ Fault pack_group_bf16(const Row& row, int64_t first, int count, int lane, uint8_
   return Fault::none;
 }
 
+struct Range { float low, high; bool is_finite; };
+
+// Written so that the compiler may use vectors: four running extremes, no early exit.
+Range range_of(const float* values) {
+  float low[4], high[4];
+  uint32_t not_finite = 0;
+  for (int j = 0; j < 4; ++j) low[j] = high[j] = values[j];
+  for (int i = 0; i < kGroup; i += 4) {
+    for (int j = 0; j < 4; ++j) {
+      const float v = values[i + j];
+      low[j] = v < low[j] ? v : low[j];
+      high[j] = v > high[j] ? v : high[j];
+      not_finite |= (float_bits(v) & 0x7f800000u) == 0x7f800000u;
+    }
+  }
+  return {std::min(std::min(low[0], low[1]), std::min(low[2], low[3])),
+          std::max(std::max(high[0], high[1]), std::max(high[2], high[3])), not_finite == 0};
+}
+
+// q = round((value - m) / d) kept within [least, most], plus offset; 0 where the scale vanished.
+void quantize(const float* values, float m, float d, float least, float most, int offset, uint8_t* q) {
+  if (d == 0.0f) {
+    std::memset(q, offset, kGroup);
+    return;
+  }
+  for (int i = 0; i < kGroup; ++i) {
+    float v = (values[i] - m) / d;
+    v = v < least ? least : v;
+    v = v > most ? most : v;
+    q[i] = static_cast<uint8_t>(static_cast<int>(round_to_even(v)) + offset);
+  }
+}
+
 Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* strip) {
   uint8_t* block = strip + first / kGroup * int8_block_bytes;
   uint8_t* scale_at = block + 32 * kStrip + 2 * lane;
@@ -128,19 +161,15 @@ Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* str
     store_u16(scale_at, load_u16(from));
     return Fault::none;
   }
-  float values[kGroup], amax = 0.0f;
+  float values[kGroup];
   decode(row.type, row.data, first, kGroup, values);
-  for (float v : values) {
-    if (!std::isfinite(v)) return Fault::not_finite;
-    amax = std::max(amax, std::fabs(v));
-  }
-  const uint16_t scale = float_to_f16(amax / 127.0f);
+  const Range range = range_of(values);
+  if (!range.is_finite) return Fault::not_finite;
+  const uint16_t scale = float_to_f16(std::max(-range.low, range.high) / 127.0f);
   if (!f16_is_finite(scale)) return Fault::scale_too_large;
-  const float d = f16_to_float(scale);
-  for (int i = 0; i < kGroup; ++i) {
-    const float q = d == 0.0f ? 0.0f : std::min(127.0f, std::max(-127.0f, std::nearbyint(values[i] / d)));
-    block[(i / 4 * kStrip + lane) * 4 + i % 4] = static_cast<uint8_t>(static_cast<int>(q) + 128);
-  }
+  uint8_t q[kGroup];
+  quantize(values, 0.0f, f16_to_float(scale), -127.0f, 127.0f, 128, q);
+  for (int quad = 0; quad < 8; ++quad) store_u32(block + (quad * kStrip + lane) * 4, load_u32(q + 4 * quad));
   store_u16(scale_at, scale);
   return Fault::none;
 }
@@ -172,20 +201,14 @@ Fault pack_group_int4(const Row& row, int64_t first, int, int lane, uint8_t* str
   }
   float values[kGroup];
   decode(row.type, row.data, first, kGroup, values);
-  float low = values[0], high = values[0];
-  for (float v : values) {
-    if (!std::isfinite(v)) return Fault::not_finite;
-    low = std::min(low, v);
-    high = std::max(high, v);
-  }
-  const uint16_t d16 = float_to_f16((high - low) / 15.0f), m16 = float_to_f16(low);
-  if (!f16_is_finite(d16) || !f16_is_finite(m16)) return Fault::scale_too_large;
-  const float d = f16_to_float(d16), m = f16_to_float(m16);
-  for (int i = 0; i < kGroup; ++i) {
-    const float q = d == 0.0f ? 0.0f : std::min(15.0f, std::max(0.0f, std::nearbyint((values[i] - m) / d)));
-    quads[i / 4] |= static_cast<uint32_t>(q) << (8 * (i % 4));
-  }
-  store_int4(block, lane, quads, d16, m16);
+  const Range range = range_of(values);
+  if (!range.is_finite) return Fault::not_finite;
+  const uint16_t d = float_to_f16((range.high - range.low) / 15.0f), m = float_to_f16(range.low);
+  if (!f16_is_finite(d) || !f16_is_finite(m)) return Fault::scale_too_large;
+  uint8_t q[kGroup];
+  quantize(values, f16_to_float(m), f16_to_float(d), 0.0f, 15.0f, 0, q);
+  for (int quad = 0; quad < 8; ++quad) quads[quad] = load_u32(q + 4 * quad);
+  store_int4(block, lane, quads, d, m);
   return Fault::none;
 }
 

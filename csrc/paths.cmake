@@ -24,8 +24,13 @@ add_path(portable)
 set(PATH_OBJECTS $<TARGET_OBJECTS:kernels_portable>)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   add_path(avx2 -mavx2 -mfma -mf16c)
-  # The warnings are about g++ 12's own headers (_mm512_undefined).
-  add_path(avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16
-           -Wno-maybe-uninitialized -Wno-uninitialized)
-  list(APPEND PATH_OBJECTS $<TARGET_OBJECTS:kernels_avx2> $<TARGET_OBJECTS:kernels_avx512>)
+  list(APPEND PATH_OBJECTS $<TARGET_OBJECTS:kernels_avx2>)
+  include(CheckCXXCompilerFlag)
+  check_cxx_compiler_flag(-mavx512bf16 COMPILER_KNOWS_AVX512)    # the youngest flag of those below: g++ 10, clang 9
+  if(COMPILER_KNOWS_AVX512)
+    # The warnings are about g++ 12's own headers (_mm512_undefined).
+    add_path(avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16
+             -Wno-maybe-uninitialized -Wno-uninitialized)
+    list(APPEND PATH_OBJECTS $<TARGET_OBJECTS:kernels_avx512>)
+  endif()
 endif()

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kFewRows = 48;              // up to here a linear's rows stay together and its strips are shared out
 constexpr int64_t kRowTile = 64;              // beyond: rows a tile takes
-constexpr int64_t kWeightTileBytes = 192 << 10;
+constexpr int64_t kWeightTileBytes = 96 << 10;
 constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
 constexpr int64_t kTilesPerThread = 6;

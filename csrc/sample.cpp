@@ -52,8 +52,8 @@ Scratch carve_scratch(uint8_t* at, int64_t vocab_size, size_t* num_bytes) {
   s.all.weight = carve<float>(at, vocab_size + kLanes);
   s.all.id = carve<int32_t>(at, vocab_size);
   s.all.count = 0;
-  s.rank_a = carve<int32_t>(at, vocab_size);
-  s.rank_b = carve<int32_t>(at, vocab_size);
+  s.rank_a = carve<int32_t>(at, vocab_size + 1);
+  s.rank_b = carve<int32_t>(at, vocab_size + 1);
   *num_bytes = static_cast<size_t>(at - begin);
   return s;
 }
@@ -123,14 +123,26 @@ int32_t first_equal(const float* logits, int64_t vocab_size, const float* small_
 
 // --------------------------------------------------------------------------------------------------------------- sums
 
-// weight[i] = e^(x[i] / temperature - most) over n <= 1024 values; writes up to 15 further weights of 0. Returns the sum.
-double weigh_block(const float* x, int64_t n, float temperature, float most, float* weight) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int left = static_cast<int>(n - i < kLanes ? n - i : kLanes);
-    const f32x16 scaled = div(load_first(x + i, left), set1(temperature));
-    const f32x16 e = exp(sub(scaled, set1(most)));
-    store(weight + i, select(first_lanes(left), e, zero()));
-  }
+// e^a for a <= 0 within 2 units in the last place; below the smallest normal exactly 0.
+PL_INLINE f32x16 exp_negative(f32x16 a) {
+  const f32x16 lowest = set1(-87.33654f);
+  const f32x16 inside = max(a, lowest);
+  const i32x16 n = to_i32(mul(inside, set1(1.44269504f)));
+  const f32x16 nf = to_f32(n);
+  f32x16 r = fma(nf, set1(-0.693359375f), inside);    // ln 2 in two parts, the first exact times n
+  r = fma(nf, set1(2.12194440e-4f), r);
+  f32x16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), set1(1.0f));
+  return select(less(a, lowest), zero(), mul(p, as_f32(shift_left<23>(add_i32(n, set1_i32(127))))));
+}
+
+// Sixteen sums, every sixteenth value each, added up in order. Reads zeros up to the next multiple of 16.
+double sum_of(const float* weight, int64_t n) {
   double lanes[kLanes] = {0};
   for (int64_t i = 0; i < n; i += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(weight[i + lane]);
@@ -138,6 +150,22 @@ double weigh_block(const float* x, int64_t n, float temperature, float most, flo
   double sum = 0.0;
   for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
   return sum;
+}
+
+// weight[i] = e^(x[i] / temperature - most) over n <= 1024 values; writes up to 15 further weights of 0. Returns the sum.
+double weigh_block(const float* x, int64_t n, float temperature, float most, float* weight) {
+  const bool divides = temperature != 1.0f;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const f32x16 scaled = divides ? div(load(x + i), set1(temperature)) : load(x + i);
+    store(weight + i, exp_negative(sub(scaled, set1(most))));
+  }
+  if (i < n) {
+    const int left = static_cast<int>(n - i);
+    const f32x16 scaled = div(load_first(x + i, left), set1(temperature));
+    store(weight + i, select(first_lanes(left), exp_negative(sub(scaled, set1(most))), zero()));
+  }
+  return sum_of(weight, n);
 }
 
 // Partial sums of e^(logit / temperature - most), block by block, and their total in order.
@@ -190,6 +218,13 @@ uint32_t key_of(float a) {
   return raw & 0x80000000u ? ~raw : raw | 0x80000000u;
 }
 
+float value_of(uint32_t key) {
+  const uint32_t raw = key & 0x80000000u ? key & 0x7fffffffu : ~key;
+  float value;
+  memcpy(&value, &raw, 4);
+  return value;
+}
+
 // Where a kept set ends in the order (scaled descending, id ascending): everything above `value`, and the first
 // `num_ties` that equal it.
 struct Cut {
@@ -197,46 +232,57 @@ struct Cut {
   int64_t num_ties;
 };
 
-// The shortest run whose count (weight null) or weight reaches `need`; at least one, at most all.
+// The shortest run whose count (weight null) or weight reaches `need`; at least one, at most all. Works down the bits in
+// which the candidates' keys differ, 11 at a time: adds up what each of 2048 ranges of keys weighs, finds the range in
+// which `need` is reached and goes on with the candidates in it.
 Cut find_cut(const Candidates& c, const float* weight, double need, const Scratch& scratch) {
-  constexpr int kShifts[3] = {21, 10, 0};
-  constexpr int kBits[3] = {11, 11, 10};
+  constexpr int kBinBits = 11;
+  uint32_t top = 0;
+  uint32_t bottom = ~0u;
+  for (int64_t i = 0; i < c.count; ++i) {
+    const uint32_t key = key_of(c.scaled[i]);
+    top = key > top ? key : top;
+    bottom = key < bottom ? key : bottom;
+  }
+  int num_bits = top == bottom ? 1 : 32 - __builtin_clz(top - bottom);    // of a key's distance from the top, still open
   const int32_t* items = nullptr;    // null: all
   int64_t count = c.count;
   double above = 0.0;
-  uint32_t key = 0;
-  for (int level = 0; level < 3; ++level) {
-    double bins[2048];
-    const int num_bins = 1 << kBits[level];
-    const uint32_t mask = static_cast<uint32_t>(num_bins) - 1;
-    memset(bins, 0, sizeof(double) * static_cast<size_t>(num_bins));
+  uint32_t distance = 0;
+  for (int level = 0; num_bits > 0; ++level) {
+    const int shift = num_bits > kBinBits ? num_bits - kBinBits : 0;
+    const uint32_t mask = (1u << (num_bits - shift)) - 1;
+    double bins[1 << kBinBits] = {0};
     for (int64_t i = 0; i < count; ++i) {
       const int32_t at = items == nullptr ? static_cast<int32_t>(i) : items[i];
-      bins[key_of(c.scaled[at]) >> kShifts[level] & mask] += weight == nullptr ? 1.0 : static_cast<double>(weight[at]);
+      bins[(top - key_of(c.scaled[at])) >> shift & mask] += weight == nullptr ? 1.0 : static_cast<double>(weight[at]);
     }
-    int bin = num_bins - 1;
-    int lowest = -1;     // lowest bin that held anything: rounding may leave the sum of all just short of `need`
-    for (; bin >= 0; --bin) {
+    uint32_t chosen = 0;    // the last range that weighs anything, if rounding leaves the sum of all short of `need`
+    double above_chosen = above;
+    for (uint32_t bin = 0; bin <= mask; ++bin) {
       if (bins[bin] == 0.0) continue;
-      lowest = bin;
-      if (above + bins[bin] >= need) break;
+      chosen = bin;
+      above_chosen = above;
       above += bins[bin];
+      if (above >= need) break;
     }
-    if (bin < 0) { bin = lowest; above -= bins[bin]; }
-    key |= static_cast<uint32_t>(bin) << kShifts[level];
+    above = above_chosen;
+    distance |= chosen << shift;
     int32_t* kept = level % 2 == 0 ? scratch.rank_a : scratch.rank_b;
     int64_t num_kept = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t at = items == nullptr ? static_cast<int32_t>(i) : items[i];
-      if ((key_of(c.scaled[at]) >> kShifts[level] & mask) == static_cast<uint32_t>(bin)) kept[num_kept++] = at;
+      kept[num_kept] = at;
+      num_kept += ((top - key_of(c.scaled[at])) >> shift & mask) == chosen;
     }
     items = kept;
     count = num_kept;
+    num_bits = shift;
   }
   int64_t num_ties = 1;
   const double each = weight == nullptr ? 1.0 : static_cast<double>(weight[items[0]]);
   for (above += each; num_ties < count && above < need; above += each) ++num_ties;
-  return {key, num_ties};
+  return {top - distance, num_ties};
 }
 
 // Drops what lies past the cut; the order by id stays.
@@ -251,12 +297,7 @@ void keep(Candidates& c, Cut cut) {
     ++count;
   }
   c.count = count;
-}
-
-double total_weight(const Candidates& c) {
-  double total = 0.0;
-  for (int64_t i = 0; i < c.count; ++i) total += static_cast<double>(c.weight[i]);
-  return total;
+  store(c.weight + count, zero());    // for sum_of
 }
 
 // All ids with scaled >= threshold, with their weights.
@@ -266,34 +307,52 @@ void gather(const float* logits, int64_t vocab_size, const float* small_max, flo
   for (int64_t begin = 0; begin < vocab_size; begin += kSmall) {
     if (small_max[begin / kSmall] / temperature < threshold) continue;
     const int64_t end = begin + kSmall < vocab_size ? begin + kSmall : vocab_size;
-    for (int64_t i = begin; i < end; ++i) {
-      const float scaled = logits[i] / temperature + 0.0f;    // + 0: no -0 may reach key_of
-      c.scaled[c.count] = scaled;
-      c.id[c.count] = static_cast<int32_t>(i);
-      c.count += scaled >= threshold;
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const int left = static_cast<int>(end - i < kLanes ? end - i : kLanes);
+      const f32x16 x = add(div(load_first(logits + i, left), set1(temperature)), zero());    // no -0 may reach key_of
+      uint32_t hits = bits(mask_and(less_equal(set1(threshold), x), first_lanes(left)));
+      if (hits == 0) continue;
+      float scaled[kLanes];
+      store(scaled, x);
+      for (; hits != 0; hits &= hits - 1) {
+        const int lane = __builtin_ctz(hits);
+        c.scaled[c.count] = scaled[lane];
+        c.id[c.count++] = static_cast<int32_t>(i + lane);
+      }
     }
   }
   for (int64_t i = 0; i < c.count; i += kLanes) {
     const int left = static_cast<int>(c.count - i < kLanes ? c.count - i : kLanes);
-    store(c.weight + i, exp(sub(load_first(c.scaled + i, left), set1(most))));
+    const f32x16 e = exp_negative(sub(load_first(c.scaled + i, left), set1(most)));
+    store(c.weight + i, select(first_lanes(left), e, zero()));
   }
 }
 
-// The candidates that top_k and top_p leave. Thresholds widen until they hold all that the limits can keep.
+// A value that at least top_k logits reach and few more: the top_k-th largest of the maxima of 64.
+float threshold_of(int64_t vocab_size, float temperature, int64_t top_k, const Scratch& scratch) {
+  const int64_t num_small = ceil_div(vocab_size, kSmall);
+  if (top_k > num_small) return -__builtin_inff();
+  const Candidates maxima = {scratch.all.scaled, nullptr, nullptr, num_small};
+  for (int64_t i = 0; i < num_small; ++i) maxima.scaled[i] = scratch.small_max[i] / temperature + 0.0f;
+  return value_of(find_cut(maxima, nullptr, static_cast<double>(top_k), scratch).key);
+}
+
+// The candidates that top_k and top_p leave.
 void gather_kept(const float* logits, int64_t vocab_size, float temperature, float most, int64_t top_k, double top_p,
                  Scratch& scratch) {
-  constexpr float kDistances[4] = {4.0f, 8.0f, 16.0f, __builtin_inff()};
-  const bool has_k = top_k > 0 && top_k < vocab_size;
-  double need = 0.0;
-  if (!has_k) need = top_p * weigh_all(logits, vocab_size, temperature, most, scratch.block_sum);
+  constexpr float kDistances[6] = {2.0f, 4.0f, 6.0f, 9.0f, 13.0f, __builtin_inff()};    // of a threshold from the top
   Candidates& c = scratch.all;
-  for (float distance : kDistances) {
-    gather(logits, vocab_size, scratch.small_max, temperature, most, most - distance, c);
-    if (has_k ? c.count >= top_k : total_weight(c) >= need) break;
-  }
-  if (has_k) {
+  double need = 0.0;
+  if (top_k > 0 && top_k < vocab_size) {
+    gather(logits, vocab_size, scratch.small_max, temperature, most, threshold_of(vocab_size, temperature, top_k, scratch), c);
     keep(c, find_cut(c, nullptr, static_cast<double>(top_k), scratch));
-    need = top_p * total_weight(c);
+    need = top_p * sum_of(c.weight, c.count);
+  } else {
+    need = top_p * weigh_all(logits, vocab_size, temperature, most, scratch.block_sum);
+    for (const float below : kDistances) {
+      gather(logits, vocab_size, scratch.small_max, temperature, most, most - below, c);
+      if (sum_of(c.weight, c.count) >= need) break;
+    }
   }
   if (top_p < 1.0) keep(c, find_cut(c, c.weight, need, scratch));
 }
@@ -342,7 +401,7 @@ int32_t draw_token(const float* logits, int64_t vocab_size, float temperature, f
   }
   gather_kept(logits, vocab_size, temperature, most, top_k, top_p, scratch);
   const Candidates& c = scratch.all;
-  return c.id[walk(c.weight, c.count, 0.0, u * total_weight(c))];
+  return c.id[walk(c.weight, c.count, 0.0, u * sum_of(c.weight, c.count))];
 }
 
 }  // namespace

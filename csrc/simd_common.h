@@ -29,16 +29,12 @@ PL_INLINE f32x16 dot_pairs_at(f32x16 acc, i32x16 w, const uint16_t* two) { retur
 PL_INLINE f32x16 fma_at(f32x16 acc, f32x16 w, const float* one) { return fma(w, set1(*one), acc); }
 #endif
 
-// Lanes i and i + 8, then i + 4, i + 2, i + 1: one order on every path.
+// Reductions fold lanes i and i + 8, then i + 4, i + 2, i + 1: one order on every path. reduce_max's lanes must not be NaN.
+#if defined(PACELINE_ISA_PORTABLE)
 PL_INLINE float reduce_add(f32x16 a) {
-  float s[16];
-  store(s, a);
-  for (int half = 8; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] = s[i] + s[i + half];
-  }
-  return s[0];
+  const v4f s = (a.p[0] + a.p[2]) + (a.p[1] + a.p[3]);
+  return (s[0] + s[2]) + (s[1] + s[3]);
 }
-// Lanes must not be NaN.
 PL_INLINE float reduce_max(f32x16 a) {
   float s[16];
   store(s, a);
@@ -48,11 +44,8 @@ PL_INLINE float reduce_max(f32x16 a) {
   return s[0];
 }
 PL_INLINE int32_t reduce_add_i32(i32x16 a) {
-  int32_t s[16];
-  store_i32(s, a);
-  int32_t sum = 0;
-  for (int i = 0; i < 16; ++i) sum += s[i];
-  return sum;
+  const v4i s = (a.p[0] + a.p[1]) + (a.p[2] + a.p[3]);
+  return (s[0] + s[1]) + (s[2] + s[3]);
 }
 PL_INLINE int32_t reduce_max_i32(i32x16 a) {
   int32_t s[16];
@@ -61,8 +54,45 @@ PL_INLINE int32_t reduce_max_i32(i32x16 a) {
   for (int i = 1; i < 16; ++i) most = s[i] > most ? s[i] : most;
   return most;
 }
+#else
+#if defined(PACELINE_ISA_AVX512)
+PL_INLINE __m256 half_of(f32x16 a, int upper) {
+  return upper ? _mm512_extractf32x8_ps(a.v, 1) : _mm512_castps512_ps256(a.v);
+}
+PL_INLINE __m256i half_of(i32x16 a, int upper) {
+  return upper ? _mm512_extracti32x8_epi32(a.v, 1) : _mm512_castsi512_si256(a.v);
+}
+#else
+PL_INLINE __m256 half_of(f32x16 a, int upper) { return upper ? a.hi : a.lo; }
+PL_INLINE __m256i half_of(i32x16 a, int upper) { return upper ? a.hi : a.lo; }
+#endif
+PL_INLINE float reduce_add(f32x16 a) {
+  const __m256 eight = _mm256_add_ps(half_of(a, 0), half_of(a, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+PL_INLINE float reduce_max(f32x16 a) {
+  const __m256 eight = _mm256_max_ps(half_of(a, 0), half_of(a, 1));
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+PL_INLINE int32_t reduce_add_i32(i32x16 a) {
+  const __m256i eight = _mm256_add_epi32(half_of(a, 0), half_of(a, 1));
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+PL_INLINE int32_t reduce_max_i32(i32x16 a) {
+  const __m256i eight = _mm256_max_epi32(half_of(a, 0), half_of(a, 1));
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+#endif
 
-// e^a within 2 units in the last place. Results below the smallest normal are 0 (so e^-inf is 0), above the largest float
+// e^a within one unit in the last place. Results below the smallest normal are 0 (so e^-inf is 0), above the largest float
 // they are inf; a NaN stays a NaN.
 PL_INLINE f32x16 exp(f32x16 a) {
   const f32x16 low = set1(-87.33654f);

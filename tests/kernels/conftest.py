@@ -1,6 +1,6 @@
 """Loads the compiled kernels: paceline._kernels as installed, or the file PACELINE_KERNELS_PATH names.
 
-PACELINE_KERNELS_PATH may be the .so itself or the build folder that holds it. Without kernels the tests here are skipped.
+PACELINE_KERNELS_PATH may be the .so itself or the build folder that holds it. Without kernels these tests are skipped.
 """
 
 from __future__ import annotations

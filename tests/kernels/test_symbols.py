@@ -1,0 +1,27 @@
+"""Units compiled with wide instruction sets export nothing the linker could hand to another path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+BUILD = Path(os.environ.get("PACELINE_KERNELS_PATH", "no-build-folder"))
+
+
+@pytest.mark.parametrize("name", ("portable", "avx2", "avx512"))
+def test_a_path_has_no_shared_symbols(name: str) -> None:
+    objects = sorted(BUILD.glob(f"CMakeFiles/kernels_{name}.dir/csrc/*.o"))
+    nm = shutil.which("nm")
+    if not objects or nm is None:
+        pytest.skip("needs PACELINE_KERNELS_PATH to name a build folder, and nm")
+    listing = subprocess.run([nm, "-C", *map(str, objects)], capture_output=True, text=True, check=True).stdout
+    symbols = [line[17:] for line in listing.splitlines() if len(line) > 19 and line[17] in "TDRBWVuUw"]
+    assert any(f"paceline::{name}::linear(" in symbol for symbol in symbols)
+    weak = [symbol for symbol in symbols if symbol[0] in "WVuw"]
+    foreign = [symbol for symbol in symbols if symbol[0] in "TDRB" and f"paceline::{name}::" not in symbol
+               and symbol[2:] != f"paceline::kernels_{name}"]
+    assert weak == [] and foreign == []
