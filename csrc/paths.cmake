@@ -28,6 +28,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   include(CheckCXXCompilerFlag)
   check_cxx_compiler_flag(-mavx512bf16 COMPILER_KNOWS_AVX512)    # the youngest flag of those below: g++ 10, clang 9
   if(COMPILER_KNOWS_AVX512)
+    add_compile_definitions(PACELINE_BUILT_AVX512=1)    # cpu_features.cpp names no table that was not built
     # The warnings are about g++ 12's own headers (_mm512_undefined).
     add_path(avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16
              -Wno-maybe-uninitialized -Wno-uninitialized)
