@@ -165,12 +165,14 @@ void test_form(const KernelTable& table, Form form, bool is_bf16) {
                  "%d threads: no finite logits", num_threads);
     if (whole.size() != kVocab) return;
     check.same_bits(whole.data(), right.data(), kVocab, "one step, threads", num_threads);
-    for (int piece : {1, 7, 64, 129}) {
-      if (piece == 1 && num_threads != 2) continue;
+    // Pieces of 1 are for the last 20 tokens only: an emulated processor is slow.
+    for (int piece : {num_threads == 1 ? 129 : num_threads == 2 ? 16 : 64, 1}) {
       poison(runner);
       std::vector<float> pieces;
-      for (int first = 0; first < length; first += piece) {
-        const int last_token = std::min(length, first + piece), beside = std::min(89, first / piece);
+      int step = 0;
+      for (int first = 0, last_token = 0; first < length; first = last_token, ++step) {
+        last_token = piece == 1 && first == 0 ? length - 20 : std::min(length, first + piece);
+        const int beside = std::min(89, step);
         // Another row, one token further each step, in blocks between those of the first.
         pieces = run_step(runner, {{prompt, first, last_token, kBlocks - 2, -2}, {other, beside, beside + 1, 1, 2}});
       }
@@ -183,9 +185,8 @@ void test_form(const KernelTable& table, Form form, bool is_bf16) {
 }  // namespace
 
 void test_program(const KernelTable& table) {
-  for (bool is_bf16 : {false, true}) {
-    for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_form(table, form, is_bf16);
-  }
+  for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_form(table, form, true);
+  test_form(table, Form::int4, false);
 }
 
 }  // namespace paceline::test
