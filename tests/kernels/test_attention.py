@@ -59,6 +59,7 @@ class Attention:
                  num_threads: int = 1, num_rows: int = 1, seed: int = 0) -> None:
         table = qkv_table(shape)
         packed = kernels.pack("f32", shape.width, [("F32", table.view(np.uint8), None)])
+        self.block_size = block_size
         self.blocks_per_row = -(-NUM_POSITIONS // block_size)
         num_blocks = num_rows * self.blocks_per_row
         buffers = [(0, "tokens", shape.width), (1, "tokens", shape.vocab_size), (2, "tokens", shape.vocab_size),
@@ -72,8 +73,9 @@ class Attention:
         ]
         kv = {"num_layers": 2, "num_kv_heads": shape.kv_heads, "head_dim": shape.dim, "block_size": block_size,
               "num_blocks": num_blocks, "dtype": dtype}
-        self.runner = kernels.Runner(path, num_threads, buffers, nodes, {"table": packed, "rope": rope_table(shape.dim)},
-                                     shape.heads, shape.kv_heads, shape.dim, shape.vocab_size, kv)
+        weights = {"table": packed, "rope": rope_table(shape.dim)}
+        self.runner = kernels.Runner(path, num_threads, buffers, nodes, weights, shape.heads, shape.kv_heads, shape.dim,
+                                     shape.vocab_size, kv)
         self.runner.poison(np.arange(num_blocks, dtype=np.int32))
         owners = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
         self.tables = owners.reshape(num_rows, self.blocks_per_row)
@@ -86,10 +88,13 @@ class Attention:
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.concatenate([self.num_computed[row] + np.arange(len(new_tokens[row])) for row in rows])
         num_tokens = int(starts[-1])
+        tables = self.tables[rows]
+        for i, row in enumerate(rows):    # entries past a row's need must not be read: they would lead far astray
+            tables[i, -(-(self.num_computed[row] + counts[i]) // self.block_size) :] = -(2**30)
         zeros = np.zeros(num_tokens, np.uint32)
         _, _, out = self.runner.step(
             np.concatenate([new_tokens[row] for row in rows]).astype(np.int32), positions.astype(np.int32), starts,
-            np.ascontiguousarray(self.tables[rows]), np.arange(num_tokens, dtype=np.int32), np.zeros((0, 2), np.int32),
+            tables, np.arange(num_tokens, dtype=np.int32), np.zeros((0, 2), np.int32),
             zeros.astype(np.float32), zeros.astype(np.int32), np.ones(num_tokens, np.float32), zeros.astype(np.uint64),
             zeros, zeros, zeros.astype(np.uint64), zeros.astype(np.uint8), wants_logits=True)
         for row, count in zip(rows, counts, strict=True):
