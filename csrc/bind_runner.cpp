@@ -32,8 +32,8 @@ template <> constexpr const char* type_name<uint8_t>() { return "uint8"; }
 template <class T, int N> In<T, N> array_of(const char* name, nb::handle given) {
   In<T, N> array;
   if (!nb::try_cast(given, array, false)) {
-    refuse(std::string(name) + ": needs a C-contiguous array of " + type_name<T>() + " with " + std::to_string(N) + " dimension" +
-           (N == 1 ? "" : "s"));
+    refuse(std::string(name) + ": needs a C-contiguous array of " + type_name<T>() + " with " + std::to_string(N) +
+           (N == 1 ? " dimension" : " dimensions"));
   }
   return array;
 }
@@ -104,7 +104,9 @@ void make_runner(Runner* self, const std::string& path, int num_threads, const s
                  int64_t head_dim, int64_t vocab_size, nb::dict kv) {
   ProgramSpec spec;
   for (const auto& [id, rows, width] : buffers) {
-    if (rows != "tokens" && rows != "wanted") refuse("buffer " + std::to_string(id) + ": rows must be tokens or wanted, got " + rows);
+    if (rows != "tokens" && rows != "wanted") {
+      refuse("buffer " + std::to_string(id) + ": rows must be tokens or wanted, got " + rows);
+    }
     spec.buffers.push_back({id, rows == "wanted", width});
   }
   for (const auto& [verb, inputs, output, names, attrs] : nodes) spec.nodes.push_back({verb, inputs, output, names, attrs});
@@ -163,7 +165,8 @@ nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::han
   if (tables.shape(0) != starts.shape(0) - 1) refuse("block_tables: needs one row for every row of the step");
   if (copy.shape(1) != 2) refuse("copies: needs pairs of block ids");
   const size_t num_wanted = want.shape(0);
-  const SamplingArrays sampling(num_wanted, temperature, top_k, top_p, seed, prompt_index, choice_index, position, wants_logprob);
+  const SamplingArrays sampling(num_wanted, temperature, top_k, top_p, seed, prompt_index, choice_index, position,
+                                wants_logprob);
 
   StepInput in{};
   in.num_tokens = static_cast<int64_t>(tokens.shape(0));
@@ -246,7 +249,8 @@ void bind_runner(nb::module_& m) {
       .def("poison", &poison, "block_ids"_a, "Fills blocks with NaN, so that a test notices whoever reads them.")
       .def_prop_ro("kv_bytes", &Runner::kv_bytes)
       .def("close", &Runner::close, nb::call_guard<nb::gil_scoped_release>(), "Ends the threads and frees the cache.")
-      .def("profile", &Runner::profile, "enable"_a, "Starts (and clears) or stops the per-operation timers.")
+      .def("profile", &Runner::profile, "enable"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Starts (and clears) or stops the per-operation timers.")
       .def("profile_report", &profile_report, "(operation, calls, seconds) as the calling thread saw them pass.");
   m.def("sample", &sample, "path"_a, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "prompt_index"_a,
         "choice_index"_a, "position"_a, "wants_logprob"_a, "The sampling verb by itself: (token_ids [W], logprobs [W]).");

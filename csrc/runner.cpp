@@ -155,7 +155,8 @@ void Runner::poison(const int32_t* block_ids, int64_t count) {
 void Runner::check(const StepInput& in) const {
   constexpr int64_t most = int64_t{1} << 24;
   require(in.num_tokens <= most && in.num_rows <= most, "too many tokens in a step");
-  require(in.row_starts[0] == 0 && in.row_starts[in.num_rows] == in.num_tokens, "row_starts must go from 0 to the number of tokens");
+  require(in.row_starts[0] == 0 && in.row_starts[in.num_rows] == in.num_tokens,
+          "row_starts must go from 0 to the number of tokens");
   for (int64_t row = 0; row < in.num_rows; ++row) {
     require(in.row_starts[row] <= in.row_starts[row + 1], "row_starts must not decrease (row " + text(row) + ")");
   }
@@ -169,7 +170,8 @@ void Runner::check(const StepInput& in) const {
             "wanted must be ascending token indices below " + text(in.num_tokens) + ", got " + text(in.wanted[i]));
   }
   for (int64_t i = 0; i < 2 * in.num_copies; ++i) {
-    require(in.copies[i] >= 0 && in.copies[i] < kv_.num_blocks, "block id " + text(in.copies[i]) + " of a copy is out of range");
+    require(in.copies[i] >= 0 && in.copies[i] < kv_.num_blocks,
+            "block id " + text(in.copies[i]) + " of a copy is out of range");
   }
 }
 
@@ -180,13 +182,16 @@ void Runner::check_row(const StepInput& in, int64_t row) const {
   for (int64_t t = first; t < last; ++t) {
     require(in.positions[t] >= 0 && in.positions[t] < compiled_.num_positions,
             "position " + text(in.positions[t]) + " is outside the rope table of " + text(compiled_.num_positions));
-    require(t == first || in.positions[t] == in.positions[t - 1] + 1, "positions of row " + text(row) + " are not consecutive");
+    require(t == first || in.positions[t] == in.positions[t - 1] + 1,
+            "positions of row " + text(row) + " are not consecutive");
   }
   const int64_t num_blocks = in.positions[last - 1] / kv_.block_size + 1;
-  require(num_blocks <= in.max_blocks, "row " + text(row) + " needs " + text(num_blocks) + " blocks, its table has " + text(in.max_blocks));
+  require(num_blocks <= in.max_blocks,
+          "row " + text(row) + " needs " + text(num_blocks) + " blocks, its table has " + text(in.max_blocks));
   const int32_t* table = in.block_tables + row * in.max_blocks;
   for (int64_t i = 0; i < num_blocks; ++i) {
-    require(table[i] >= 0 && table[i] < kv_.num_blocks, "block id " + text(table[i]) + " of row " + text(row) + " is out of range");
+    require(table[i] >= 0 && table[i] < kv_.num_blocks,
+            "block id " + text(table[i]) + " of row " + text(row) + " is out of range");
   }
 }
 
@@ -195,14 +200,16 @@ void Runner::copy_blocks(const StepInput& in) {
     const int64_t from = in.copies[2 * i];
     const int64_t to = in.copies[2 * i + 1];
     if (from == to) continue;
-    std::memcpy(kv_.data + to * kv_.bytes_per_block, kv_.data + from * kv_.bytes_per_block, static_cast<size_t>(kv_.bytes_per_block));
+    std::memcpy(kv_.data + to * kv_.bytes_per_block, kv_.data + from * kv_.bytes_per_block,
+                static_cast<size_t>(kv_.bytes_per_block));
   }
 }
 
 void Runner::take_batch(const StepInput& in) {
   row_of_token_.resize(static_cast<size_t>(in.num_tokens));
   for (int64_t row = 0; row < in.num_rows; ++row) {
-    for (int64_t t = in.row_starts[row]; t < in.row_starts[row + 1]; ++t) row_of_token_[static_cast<size_t>(t)] = static_cast<int32_t>(row);
+    std::fill(row_of_token_.begin() + in.row_starts[row], row_of_token_.begin() + in.row_starts[row + 1],
+              static_cast<int32_t>(row));
   }
   batch_ = {static_cast<int32_t>(in.num_tokens), static_cast<int32_t>(in.num_rows), static_cast<int32_t>(in.num_wanted),
             static_cast<int32_t>(in.max_blocks), in.token_ids, in.positions, in.row_starts, row_of_token_.data(),
@@ -423,7 +430,8 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
     }
     case Verb::select_wanted:
       for (int64_t i = first; i < last; ++i) {
-        std::memcpy(out + i * width(step.out), in + batch_.wanted[i] * width(step.in), static_cast<size_t>(width(step.in)) * sizeof(float));
+        std::memcpy(out + i * width(step.out), in + batch_.wanted[i] * width(step.in),
+                    static_cast<size_t>(width(step.in)) * sizeof(float));
       }
       return;
     default: return;    // not a verb over rows

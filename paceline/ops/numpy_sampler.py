@@ -82,8 +82,9 @@ def log_probability(logits: NDArray[np.float32], token_id: int) -> float:
     return float(shifted[token_id]) - math.log(float(np.exp(shifted).sum()))
 
 
-def sample_reference(logits: NDArray[np.float32], sampling: SamplingBatch) -> tuple[NDArray[np.int32],
-                                                                                    NDArray[np.float32]]:
+def sample_reference(
+    logits: NDArray[np.float32], sampling: SamplingBatch
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Token ids [W] and raw log-probabilities [W] (0 where not asked for) of logits [W, V]."""
     num_rows = len(logits)
     token_ids = np.full(num_rows, -1, np.int32)

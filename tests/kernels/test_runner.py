@@ -82,7 +82,8 @@ class Requests:
         self.logits: list[list[bytes]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         blocks = 128 // block_size
-        self.tables = np.random.default_rng(seed).permutation(len(prompts) * blocks).astype(np.int32).reshape(-1, blocks)
+        owners = np.random.default_rng(seed).permutation(len(prompts) * blocks).astype(np.int32)
+        self.tables = owners.reshape(-1, blocks)
         runner.poison(self.tables.reshape(-1))
 
     def step(self, counts: dict[int, int], copies: NDArray[np.int32] | None = None) -> None:
@@ -128,6 +129,66 @@ def alone(kernels: ModuleType, path: str, program: Program, dtype: str = "bf16")
         requests.generate(row, 8)
         assert min(requests.tokens[row]) >= 0
     return [requests.outcome(row) for row in range(len(requests.tokens))]
+
+
+def interpret(kernels: ModuleType, program: Program, token_ids: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Logits of every token of one row from position 0, in float64 and with no rounding at all."""
+    values = {b.buffer_id: np.zeros((len(token_ids), b.width)) for b in program.buffers}
+    weights = {name: (w if isinstance(w, np.ndarray) else kernels.unpack(w)).astype(np.float64)
+               for name, w in program.weights.items()}
+    cache: dict[Any, NDArray[np.float64]] = {}
+    d, heads, kv_heads = program.head_dim, program.num_heads, program.num_kv_heads
+    for node in program.nodes:
+        x = values[node.inputs[0]] if node.inputs else None
+        w = weights[node.weights[0]] if node.weights else None
+        if node.verb == "embed":
+            values[node.output] = w[token_ids]
+        elif node.verb == "rms_norm":
+            values[node.output] = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + node.attrs["eps"]) * w
+        elif node.verb == "linear":
+            at = int(node.attrs["out_column"])
+            bias = weights[node.weights[1]] if len(node.weights) > 1 else 0.0
+            values[node.output][:, at : at + len(w)] = x @ w.T + bias
+        elif node.verb == "rope_write_kv":
+            qkv = x.reshape(len(x), -1, d)
+            cos, sin = np.split(w[: len(x), None], 2, axis=-1)
+            low, high = np.split(qkv[:, : heads + kv_heads], 2, axis=-1)
+            turned = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+            values[node.output] = turned[:, :heads].reshape(len(x), -1)
+            cache[node.attrs["layer"]] = np.stack([turned[:, heads:], qkv[:, heads + kv_heads :]])
+        elif node.verb == "paged_attention":
+            k, v = cache[node.attrs["layer"]].repeat(heads // kv_heads, axis=2)
+            scores = np.einsum("qhd,khd->hqk", x.reshape(len(x), heads, d), k) * node.attrs["scale"]
+            scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+            p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            values[node.output] = np.einsum("hqk,khd->qhd", p / p.sum(axis=-1, keepdims=True), v).reshape(len(x), -1)
+        elif node.verb == "silu_mul":
+            gate, up = np.split(x, 2, axis=1)
+            values[node.output] = gate / (1 + np.exp(-gate)) * up
+        elif node.verb == "add":
+            values[node.output] = x + values[node.inputs[1]]
+        elif node.verb == "select_wanted":
+            values[node.output] = x.copy()
+        else:
+            return x
+    raise AssertionError("no sample node")
+
+
+# Root mean square of the logits' error over that of the logits: what rounding a linear's inputs and the cache costs.
+STATED_ERROR = {("f32", "f32"): 2e-6, ("bf16", "bf16"): 0.015, ("int8", "bf16"): 0.04, ("int4", "bf16"): 0.04,
+                ("mixed", "bf16"): 0.03}
+
+
+@pytest.mark.parametrize("form, dtype", STATED_ERROR)
+def test_a_step_computes_the_model(kernels: ModuleType, path: str, form: str, dtype: str) -> None:
+    program = record(kernels, form)
+    prompt = prompts()[3]
+    runner = bind(kernels, path, program, dtype=dtype)
+    n = len(prompt)
+    got = step_of(runner, token_ids=prompt, positions=np.arange(n, dtype=np.int32), row_starts=ints(0, n),
+                  block_tables=ints(3, 0, 2, 9)[None], wanted=np.arange(n, dtype=np.int32), wants_logits=True)[2]
+    expected = interpret(kernels, program, prompt)
+    assert (got - expected).std() < STATED_ERROR[form, dtype] * expected.std()
 
 
 @pytest.mark.parametrize("form, dtype", [("mixed", "bf16"), ("mixed", "f32"), ("int8", "bf16"), ("int4", "bf16"),
@@ -256,8 +317,8 @@ def test_entries_past_a_rows_need_are_never_read(kernels: ModuleType, path: str)
 def one_node(kernels: ModuleType, node: tuple[Any, ...], width: int = 32, **kv_changes: Any) -> Any:
     """A runner for a program of one node over buffers 0, 1 (tokens) and 2 (wanted)."""
     values = np.zeros((96, 32), np.float32)
-    weights = {"matrix": kernels.pack("f32", 32, [("F32", values.view(np.uint8), None)]), "norm": np.ones(32, np.float32),
-               "rope": np.zeros((8, 16), np.float32)}
+    weights = {"matrix": kernels.pack("f32", 32, [("F32", values.view(np.uint8), None)]),
+               "norm": np.ones(32, np.float32), "rope": np.zeros((8, 16), np.float32)}
     kv = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 16, "block_size": 16, "num_blocks": 2, "dtype": "bf16"}
     buffers = [(0, "tokens", 32), (1, "tokens", width), (2, "wanted", 96)]
     return kernels.Runner(kernels.paths()[0], 1, buffers, [node], weights, 2, 1, 16, 96, {**kv, **kv_changes})
@@ -292,7 +353,7 @@ def test_a_bad_program_is_refused_by_node(kernels: ModuleType, node: tuple[Any, 
 
 def test_a_bad_cache_is_refused(kernels: ModuleType) -> None:
     good = ("add", [0, 1], 0, [], {})
-    for changes, message in (({"block_size": 24}, "block_size must be 16, 32 or 64"), ({"dtype": "int8"}, "dtype must be"),
+    for changes, message in (({"block_size": 24}, "block_size must be 16, 32 or 64"), ({"dtype": "x"}, "dtype must be"),
                              ({"head_dim": 32}, "the cache's heads"), ({"pages": 3}, "unknown entry pages")):
         with pytest.raises(ValueError, match=message):
             one_node(kernels, good, **changes)

@@ -32,7 +32,8 @@ def batch(num_rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float 
 
 
 def rows_of(sampling: SamplingBatch, rows: Sequence[int] | NDArray[np.intp]) -> SamplingBatch:
-    return SamplingBatch(**{name: np.ascontiguousarray(getattr(sampling, name)[rows]) for name in SamplingBatch.__slots__})
+    names = SamplingBatch.__slots__
+    return SamplingBatch(**{name: np.ascontiguousarray(getattr(sampling, name)[rows]) for name in names})
 
 
 def draw(kernels: ModuleType, path: str, logits: Floats, sampling: SamplingBatch) -> tuple[NDArray[np.int32], Floats]:
@@ -98,7 +99,8 @@ def test_a_zero_and_a_minus_zero_are_equals(kernels: ModuleType, path: str) -> N
     assert draw(kernels, path, logits, batch(1, temperature=1.0, top_k=1))[0][0] == 40
 
 
-@pytest.mark.parametrize("limits", [(0, 1.0), (40, 1.0), (0, 0.9), (50, 0.95), (1, 1.0), (0, 1e-9), (3000, 0.999), (0, 0.0)])
+@pytest.mark.parametrize("limits", [(0, 1.0), (40, 1.0), (0, 0.9), (50, 0.95), (1, 1.0), (0, 1e-9), (3000, 0.999),
+                                    (0, 0.0)])
 @pytest.mark.parametrize("temperature", [0.3, 0.8, 1.7])
 def test_the_kernel_draws_what_the_reference_draws(kernels: ModuleType, path: str, limits: tuple[int, float],
                                                    temperature: float) -> None:
@@ -222,8 +224,8 @@ def test_a_wrong_array_is_named(kernels: ModuleType, path: str) -> None:
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**64 - 1),
 )
-def test_any_small_vocabulary_any_limits(kernels: ModuleType, path: str, values: list[int], temperature: float, top_k: int,
-                                         top_p: float, seed: int, position: int) -> None:
+def test_any_small_vocabulary_any_limits(kernels: ModuleType, path: str, values: list[int], temperature: float,
+                                         top_k: int, top_p: float, seed: int, position: int) -> None:
     logits = np.array([values], np.float32) * np.float32(0.7)
     sampling = batch(1, temperature, top_k, top_p, seed, [position])
     ids, logprobs = draw(kernels, path, logits, sampling)
