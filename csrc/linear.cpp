@@ -94,93 +94,96 @@ void tile_bf16(const Tile& t) {
   }
 }
 
-// Where the next row's quantised values of the current group are.
+// Where the next row's part of the current group is: its quantised values, and its index among scales and sums.
 struct GroupCursor {
   const int8_t* q;
-  const float* scale;
-  const float* scaled_sum;     // int4 only
-  const int32_t* sum;          // int8 only
-  int64_t num_inputs, num_groups;
+  int64_t index;
 
   // Opaque, so that a row costs one addition and not one kept address for each of its quads.
-  __attribute__((always_inline)) void next_row() {
+  __attribute__((always_inline)) void next_row(int64_t num_inputs, int64_t num_groups) {
     q = opaque(q + num_inputs);
-    scale = opaque(scale + num_groups);
-    if (scaled_sum != nullptr) scaled_sum = opaque(scaled_sum + num_groups);
-    if (sum != nullptr) sum = opaque(sum + num_groups);
+    index = opaque(index + num_groups);
   }
+};
+
+struct IntTile {
+  explicit IntTile(const Tile& t)
+      : num_inputs(t.num_inputs), num_groups(t.num_inputs / kGroup), scale(t.in->scale), scaled_sum(t.in->scaled_sum),
+        sum(t.in->sum), first{t.in->q + t.row * t.num_inputs, t.row * num_groups} {}
+
+  int64_t num_inputs, num_groups;
+  const float *scale, *scaled_sum;
+  const int32_t* sum;
+  GroupCursor first;           // row 0 of the current group
 };
 
 // y += d * scale * (sum of (w + 128) * q - 128 * sum of q), the bracket in integers.
 template <int N>
-PL_INLINE void add_int8_group(f32x16* acc, const i32x16* weight, f32x16 d, GroupCursor& at) {
+PL_INLINE void add_int8_group(f32x16* acc, const i32x16* weight, f32x16 d, const IntTile& t, GroupCursor& at) {
   const int8_t* q[N];
-  const float* scale[N];
+  int64_t index[N];
   group_dot dot[N];
-  PL_UNROLL for (int r = 0; r < N; ++r, at.next_row()) {
+  PL_UNROLL for (int r = 0; r < N; ++r, at.next_row(t.num_inputs, t.num_groups)) {
     q[r] = at.q;
-    scale[r] = at.scale;
-    dot[r] = start_dot(at.sum);
+    index[r] = at.index;
+    dot[r] = start_dot(t.sum + at.index);
   }
   PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
     PL_UNROLL for (int r = 0; r < N; ++r) dot[r] = add_quad(dot[r], weight[quad], q[r] + 4 * quad);
   }
-  PL_UNROLL for (int r = 0; r < N; ++r) acc[r] = fma(finish_dot(dot[r]), mul(d, set1(*scale[r])), acc[r]);
+  PL_UNROLL for (int r = 0; r < N; ++r) acc[r] = fma(finish_dot(dot[r]), mul(d, set1(t.scale[index[r]])), acc[r]);
 }
 
 // y += d * scale * (sum of w * q), then y += m * (scale * sum of q).
 template <int N>
-PL_INLINE void add_int4_group(f32x16* acc, const i32x16* weight, f32x16 d, f32x16 m, GroupCursor& at) {
+PL_INLINE void add_int4_group(f32x16* acc, const i32x16* weight, f32x16 d, f32x16 m, const IntTile& t, GroupCursor& at) {
   const int8_t* q[N];
-  const float* scale[N];
-  const float* scaled_sum[N];
+  int64_t index[N];
   group_dot4 dot[N];
-  PL_UNROLL for (int r = 0; r < N; ++r, at.next_row()) {
+  PL_UNROLL for (int r = 0; r < N; ++r, at.next_row(t.num_inputs, t.num_groups)) {
     q[r] = at.q;
-    scale[r] = at.scale;
-    scaled_sum[r] = at.scaled_sum;
+    index[r] = at.index;
     dot[r] = start_dot4();
   }
   PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
     PL_UNROLL for (int r = 0; r < N; ++r) dot[r] = add_quad4(dot[r], weight[quad], q[r] + 4 * quad);
   }
   PL_UNROLL for (int r = 0; r < N; ++r) {
-    acc[r] = fma(finish_dot4(dot[r]), mul(d, set1(*scale[r])), acc[r]);
-    acc[r] = fma_at(acc[r], m, scaled_sum[r]);
+    acc[r] = fma(finish_dot4(dot[r]), mul(d, set1(t.scale[index[r]])), acc[r]);
+    acc[r] = fma_at(acc[r], m, t.scaled_sum + index[r]);
   }
 }
 
 template <int R, int>
-void tile_int8(const Tile& t) {
+void tile_int8(const Tile& tile) {
   constexpr int whole = R / kRowsAtOnce * kRowsAtOnce;
-  const int64_t num_groups = t.num_inputs / kGroup;
-  const uint8_t* w = t.weights;
+  IntTile t(tile);
   f32x16 acc[R];
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int64_t g = 0; g < num_groups; ++g, w += int8_block_bytes) {
+  const uint8_t* const end = tile.weights + t.num_groups * int8_block_bytes;
+  for (const uint8_t* w = tile.weights; w != end; w += int8_block_bytes, t.first.q += kGroup, ++t.first.index) {
     i32x16 weight[8];
     PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
       weight[quad] = load_i32(w + quad * 4 * kStrip);
       prefetch(w + quad * 4 * kStrip + kAhead);
     }
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
-    const int64_t first = t.row * num_groups + g;
-    GroupCursor at{t.in->q + first * kGroup, t.in->scale + first, nullptr, t.in->sum + first, t.num_inputs, num_groups};
-    PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, at);
-    if constexpr (whole < R) add_int8_group<R - whole>(acc + whole, weight, d, at);
+    GroupCursor at = t.first;
+    PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, t, at);
+    if constexpr (whole < R) add_int8_group<R - whole>(acc + whole, weight, d, t, at);
   }
-  PL_UNROLL for (int r = 0; r < R; ++r) finish(t, r, 0, acc[r]);
+  PL_UNROLL for (int r = 0; r < R; ++r) finish(tile, r, 0, acc[r]);
 }
 
 template <int R, int>
-void tile_int4(const Tile& t) {
+void tile_int4(const Tile& tile) {
   constexpr int whole = R / kRowsAtOnce * kRowsAtOnce;
-  const int64_t num_groups = t.num_inputs / kGroup;
-  const uint8_t* w = t.weights;
   const i32x16 nibble = set1_i32(0x0f0f0f0f);
+  IntTile t(tile);
   f32x16 acc[R];
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int64_t g = 0; g < num_groups; ++g, w += int4_block_bytes) {
+  const uint8_t* const end = tile.weights + t.num_groups * int4_block_bytes;
+  for (const uint8_t* w = tile.weights; w != end; w += int4_block_bytes, t.first.q += kGroup, ++t.first.index) {
     i32x16 weight[8];
     PL_UNROLL for (int j = 0; j < 4; ++j) {
       const i32x16 two = load_i32(w + j * 4 * kStrip);
@@ -190,13 +193,11 @@ void tile_int4(const Tile& t) {
     PL_UNROLL for (int line = 0; line < 5; ++line) prefetch(w + line * 64 + kAhead);
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 16 * kStrip));
     const f32x16 m = load_f16(reinterpret_cast<const uint16_t*>(w + 18 * kStrip));
-    const int64_t first = t.row * num_groups + g;
-    GroupCursor at{t.in->q + first * kGroup, t.in->scale + first, t.in->scaled_sum + first, nullptr, t.num_inputs,
-                   num_groups};
-    PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int4_group<kRowsAtOnce>(acc + r, weight, d, m, at);
-    if constexpr (whole < R) add_int4_group<R - whole>(acc + whole, weight, d, m, at);
+    GroupCursor at = t.first;
+    PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int4_group<kRowsAtOnce>(acc + r, weight, d, m, t, at);
+    if constexpr (whole < R) add_int4_group<R - whole>(acc + whole, weight, d, m, t, at);
   }
-  PL_UNROLL for (int r = 0; r < R; ++r) finish(t, r, 0, acc[r]);
+  PL_UNROLL for (int r = 0; r < R; ++r) finish(tile, r, 0, acc[r]);
 }
 
 using TileKernel = void (*)(const Tile&);

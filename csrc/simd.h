@@ -17,11 +17,11 @@
 
 #define PL_INLINE static inline __attribute__((always_inline))
 
-// Hides how a pointer was computed. Without it g++ turns every row + constant of an unrolled tile into an address of its
+// Hides how a pointer or index was computed. Without it g++ turns every row + constant of an unrolled tile into an address of its
 // own and spills dozens of them; with it, a few base registers and constant displacements remain.
-template <class T> PL_INLINE T* opaque(T* pointer) {
-  asm("" : "+r"(pointer));
-  return pointer;
+template <class T> PL_INLINE T opaque(T address) {
+  asm("" : "+r"(address));
+  return address;
 }
 
 #if defined(PACELINE_ISA_AVX512)
