@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from paceline.ops import numpy_sampler as sampler
 from paceline.ops.interface import SamplingBatch
-from paceline.runner import sampler
 
 Floats = NDArray[np.float32]
 
