@@ -18,7 +18,8 @@ SHARED = ("A paceline is a line of riders who rotate through the front so that t
 PROMPTS = (
     "The capital of France is",
     SHARED + "The first rider",
-    "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen,",
+    "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, "
+    "fifteen,",    # 30 tokens: crosses into a third block of 16 within four more
     SHARED + "The last rider",
 )
 FORMS = ("f32", "bf16", "int8", "int4")
@@ -104,7 +105,7 @@ def test_chunks_change_nothing(setup, solo, budget) -> None:
 
 
 def test_preemption_changes_nothing(setup, solo) -> None:
-    starved = setup.run(num_kv_blocks=6, watermark=0.0, max_num_batched_tokens=64)
+    starved = setup.run(num_kv_blocks=6, watermark=0.0, max_num_batched_tokens=128)
     assert starved.num_preemptions > 0
     assert same(starved, solo)
 
