@@ -56,8 +56,9 @@ uint8_t* piece_at(const KVCache& kv, const Layout& at, int32_t layer, const int3
 
 // ---------------------------------------------------------------------------------------------------- rope, cache write
 
-void rotate(const float* x, const float* cos_sin, int32_t head_dim, float* out) {
-  const int half = head_dim / 2;
+// The first rotary_dim values turn in pairs (i, i + rotary_dim / 2); the rest of the head stays as it is.
+void rotate(const float* x, const float* cos_sin, int32_t rotary_dim, int32_t head_dim, float* out) {
+  const int half = rotary_dim / 2;
   for (int i = 0; i < half; i += 16) {
     const int n = half - i < 16 ? half - i : 16;
     const f32x16 low = load_first(x + i, n);
@@ -67,6 +68,7 @@ void rotate(const float* x, const float* cos_sin, int32_t head_dim, float* out) 
     store_first(out + i, sub(mul(low, cosine), mul(high, sine)), n);
     store_first(out + half + i, add(mul(high, cosine), mul(low, sine)), n);
   }
+  if (rotary_dim < head_dim) memcpy(out + rotary_dim, x + rotary_dim, static_cast<size_t>(head_dim - rotary_dim) * 4);
 }
 
 void write_key(const float* key, const KVCache& kv, uint8_t* to, int lane) {
@@ -94,7 +96,7 @@ void write_value(const float* value, const KVCache& kv, uint8_t* to, int lane) {
 
 }  // namespace
 
-void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
+void rope_write_kv(const float* qkv, const float* rope, int32_t rotary_dim, float* q_out, const KVCache& kv, int32_t layer,
                    int32_t num_heads, const Batch& batch, int64_t first, int64_t last) {
   const Layout at = layout_of(kv);
   const int64_t dim = kv.head_dim;
@@ -102,14 +104,16 @@ void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCa
   for (int64_t t = first; t < last; ++t) {
     const int32_t position = batch.positions[t];
     const float* from = qkv + t * (num_heads + 2 * kv_heads) * dim;
-    const float* cos_sin = rope + position * dim;
-    for (int64_t h = 0; h < num_heads; ++h) rotate(from + h * dim, cos_sin, kv.head_dim, q_out + (t * num_heads + h) * dim);
+    const float* cos_sin = rotary_dim > 0 ? rope + static_cast<int64_t>(position) * rotary_dim : nullptr;
+    for (int64_t h = 0; h < num_heads; ++h) {
+      rotate(from + h * dim, cos_sin, rotary_dim, kv.head_dim, q_out + (t * num_heads + h) * dim);
+    }
 
     const int32_t* block_table = batch.block_tables + static_cast<int64_t>(batch.row_of_token[t]) * batch.max_blocks;
     uint8_t* piece = piece_at(kv, at, layer, block_table, position);
     for (int64_t h = 0; h < kv_heads; ++h) {
       float key[kMaxHeadDim];
-      rotate(from + (num_heads + h) * dim, cos_sin, kv.head_dim, key);
+      rotate(from + (num_heads + h) * dim, cos_sin, rotary_dim, kv.head_dim, key);
       write_key(key, kv, piece + h * at.head, position % 16);
       write_value(from + (num_heads + kv_heads + h) * dim, kv, piece + (kv_heads + h) * at.head, position % 16);
     }
@@ -166,6 +170,16 @@ template <bool is_bf16> PL_INLINE f32x16 accumulate(f32x16 acc, i32x16 vector, i
   return fma(as_f32(vector), as_f32(word), acc);
 }
 PL_INLINE i32x16 broadcast(const void* at) { int32_t word; memcpy(&word, at, 4); return set1_i32(word); }
+
+// What turns a dot product s into a score in units of log 2: s * scale, or with a softcap softcap * tanh(s * scale / softcap),
+// scale then being without the log 2.
+struct Scoring { float scale, softcap; };
+
+// Scores become capped scores, in units of log 2. Apart from soften() so that models without a cap pay nothing for it.
+__attribute__((noinline)) void cap_scores(float* scores, int count, const Scoring& scoring) {
+  const f32x16 inner = set1(scoring.scale / scoring.softcap), outer = set1(scoring.softcap * 1.4426950408889634f);
+  for (int i = 0; i < count; i += 16) store(scores + i, mul(tanh(mul(load(scores + i), inner)), outer));
+}
 
 // The running softmax of one query head inside a segment.
 struct State {
@@ -312,7 +326,7 @@ PL_INLINE void soften(const float* scores, float scale, const int* num_visible, 
 
 template <bool is_bf16, int rows, bool prefetches>
 __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim,
-                                           const Chunk& chunk, const int* num_visible, float scale, const State& state) {
+                                           const Chunk& chunk, const int* num_visible, const Scoring& scoring, const State& state) {
   alignas(64) float scores[rows * kChunk];
   alignas(64) uint8_t p[rows * kWordBytes];
   alignas(64) float alpha[16];
@@ -329,7 +343,8 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
       }
     }
   }
-  soften<is_bf16, rows>(scores, scale, num_visible, p, state.m, state.l, alpha);
+  if (scoring.softcap > 0.0f) cap_scores(scores, rows * kChunk, scoring);
+  soften<is_bf16, rows>(scores, scoring.softcap > 0.0f ? 1.0f : scoring.scale, num_visible, p, state.m, state.l, alpha);
   const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
   int32_t d = 0;
   for (; d + 16 * kValueVecs <= head_dim; d += 16 * kValueVecs) {
@@ -340,17 +355,17 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
 
 template <bool is_bf16, bool prefetches>
 void attend_some(int rows, const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim, const Chunk& chunk,
-                 const int* num_visible, float scale, const State& state) {
+                 const int* num_visible, const Scoring& scoring, const State& state) {
   switch (rows) {
-    case 1: return attend_rows<is_bf16, 1, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
-    case 2: return attend_rows<is_bf16, 2, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
+    case 1: return attend_rows<is_bf16, 1, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 2: return attend_rows<is_bf16, 2, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
 #if !defined(PACELINE_ISA_PORTABLE)
-    case 3: return attend_rows<is_bf16, 3, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
-    case 4: return attend_rows<is_bf16, 4, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
+    case 3: return attend_rows<is_bf16, 3, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 4: return attend_rows<is_bf16, 4, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
 #endif
 #if defined(PACELINE_ISA_AVX512)
-    case 5: return attend_rows<is_bf16, 5, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
-    case 6: return attend_rows<is_bf16, 6, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
+    case 5: return attend_rows<is_bf16, 5, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 6: return attend_rows<is_bf16, 6, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
 #endif
     default: return;
   }
@@ -363,7 +378,7 @@ struct Work {
   const AttendJob& job;
   Layout at;
   int32_t layer, num_heads, group, num_tokens, rows_per_head, num_rows, first_position;
-  float scale;
+  Scoring scoring;
   State state;
   uint32_t* query;      // [KV head][step][rows_per_head]
 };
@@ -429,9 +444,9 @@ void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, 
     const State state = {w.state.m + at, w.state.l + at * 16, w.state.o + at * w.kv.head_dim};
     const uint32_t* query = w.query + static_cast<int64_t>(head) * w.at.steps * w.rows_per_head + row;
     if (prefetches && tile == 0) {
-      attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scale, state);
+      attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
     } else {
-      attend_some<is_bf16, false>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scale, state);
+      attend_some<is_bf16, false>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
     }
     done += rows;
   }
@@ -518,8 +533,8 @@ void take_segment(const Work& w, int32_t segment, float* total_m, float* total_l
 
 }  // namespace
 
-void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
-            const AttendJob& job, float* out, float* partials) {
+void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, float softcap,
+            const Batch& batch, const AttendJob& job, float* out, float* partials) {
   alignas(64) float m[kMaxQueries];
   alignas(64) float l[kMaxQueries * 16];
   alignas(64) float o[kMaxQueries * kMaxHeadDim];
@@ -534,7 +549,7 @@ void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads,
   // Scores are kept in units of log 2, so that probabilities are powers of two.
   const Work w = {kv, batch, job, layout_of(kv), layer, num_heads, group, num_tokens, rows_per_head,
                   rows_per_head * (job.last_head - job.first_head), batch.positions[job.first],
-                  scale * 1.4426950408889634f, {m, l, o}, query};
+                  {softcap > 0.0f ? scale : scale * 1.4426950408889634f, softcap}, {m, l, o}, query};
   gather_queries(w, q);
 
   const int32_t num_keys = batch.positions[job.last - 1] + 1;
