@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ..ops.interface import SourceTensor
-from .families import expected_shapes
 from .spec import ModelSpec
 from .tokenizer import CHAR_OF_BYTE, Tokenizer
+from .weights import expected_shapes
 
 DUMMY_SPECS: dict[str, ModelSpec] = {
     "smollm2-135m": ModelSpec(

@@ -170,14 +170,15 @@ def linear(step: NumpyStep, node: Node) -> None:
 
 def rope_write_kv(step: NumpyStep, node: Node) -> None:
     (qkv,), q_out, layer = step.inputs(node), step.output(node), step.attr(node, "layer")
-    rope = step.vector(node) if node.weights else np.zeros((int(step.batch.positions.max(initial=0)) + 1, 0), np.float32)
+    rope = step.vector(node) if node.weights else None
     num_heads, num_kv_heads = step.program.num_heads, step.program.num_kv_heads
     for t, position in enumerate(step.batch.positions):
         heads = qkv[t].reshape(num_heads + 2 * num_kv_heads, step.program.head_dim)
         q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads))
-        q_out[t] = rotate(q, rope[position]).reshape(-1)
+        angles = np.zeros(0, np.float32) if rope is None else rope[position]
+        q_out[t] = rotate(q, angles).reshape(-1)
         block, slot = divmod(int(position), step.cache.spec.block_size)
-        step.cache.write(layer, int(step.block_table(t)[block]), slot, rotate(k, rope[position]), v)
+        step.cache.write(layer, int(step.block_table(t)[block]), slot, rotate(k, angles), v)
 
 
 def rotate(heads: F32, angles: F32) -> F32:

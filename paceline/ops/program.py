@@ -6,7 +6,8 @@ A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T) or
   embed            weight packed [V, H]                       -> x [T, H]      x[t] = weight[token_ids[t]]
   rms_norm         x [*, H], weight f32 [H], eps              -> y [*, H]      y = x / sqrt(mean(x^2) + eps) * weight
   layer_norm       x [*, H], weight f32 [H], bias f32 [H]?, eps
-                                                              -> y [*, H]      y = (x - mean) / sqrt(var + eps) * weight + bias
+                                                              -> y [*, H]      y = (x - mean) / sqrt(var + eps) * weight
+                   + bias
   rms_norm_slices  x [*, M], weight f32 [S], eps              -> x             num_slices slices of S columns from
                    first_column on, each an rms_norm of its own
   linear           x [*, K], packed [N, K], bias f32 [N]?     -> columns [out_column, out_column + N) of y [*, M]

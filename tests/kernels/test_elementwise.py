@@ -64,7 +64,8 @@ def test_layer_norm(kernels: ModuleType, path: str, width: int, has_bias: bool) 
     exact = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * weight + (bias if has_bias else 0)
     got = kernels.layer_norm(path, x, weight, bias, 1e-5)
     assert np.allclose(got, exact, rtol=1e-5, atol=4e-6)
-    assert same_bits(got, np.concatenate([kernels.layer_norm(path, x[i : i + 1], weight, bias, 1e-5) for i in range(7)]))
+    rows = [kernels.layer_norm(path, x[i : i + 1], weight, bias, 1e-5) for i in range(7)]
+    assert same_bits(got, np.concatenate(rows))
 
 
 @pytest.mark.parametrize("width", (*WIDTHS, 24))
