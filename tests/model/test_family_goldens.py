@@ -1,0 +1,79 @@
+"""Every family against transformers: a tiny random checkpoint each, in f32, on the oracle and on every C++ path."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from paceline.model.decoder import record_decoder
+from paceline.model.families import FAMILIES, spec_from_config, weights_from_config
+from paceline.model.fields import read_json_fields
+from paceline.model.safetensors import read_directory
+from paceline.model.spec import ModelSpec, Weights
+from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
+from tests.runner.helpers import BACKENDS, Generation, generate, kv_of, make_executor, one_row_batch
+
+BLOCKS = (4, 1, 9, 2)
+
+
+@cache
+def opened(name: str) -> tuple[ModelSpec, Weights]:
+    directory = DIRECTORY / name
+    files = read_directory(directory)
+    spec = spec_from_config(read_json_fields(directory / "config.json"), files.tensors)
+    return spec, weights_from_config(spec, files.tensors, str(directory))
+
+
+@cache
+def expected(name: str) -> tuple[np.ndarray, list[int]]:
+    with np.load(DIRECTORY / name / "expected.npz") as file:
+        return file["logits"], file["greedy"].tolist()
+
+
+def test_every_family_has_a_golden() -> None:
+    assert {opened(name)[0].family for name in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, backend_name: str) -> None:
+    spec, weights = opened(name)
+    backend = BACKENDS[backend_name]()
+    runner = backend.bind(record_decoder(spec, weights, backend, "f32", MAX_POSITION), kv_of(spec, dtype="f32"))
+    logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS), wants_logits=True).logits
+    runner.close()
+    assert logits is not None
+    assert np.abs(logits - expected(name)[0]).max() < 1e-4
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers_in_any_company(name: str, backend_name: str) -> None:
+    """Alone and whole, then in chunks beside others: the same tokens, log-probabilities and logits, bit for bit."""
+    spec, weights = opened(name)
+    alone = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY)
+    executor = make_executor(kv_of(spec, dtype="f32"), BACKENDS[backend_name](), spec, weights)
+    generate(executor, [alone])
+    assert alone.drawn == expected(name)[1]
+    for chunk in (1, 7):
+        hero = Generation("hero", list(TOKENS), (30, 31, 32, 33), num_new=NUM_GREEDY)
+        mates = [Generation("mate", TOKENS[5:30], (0, 3, 5)), Generation("short", TOKENS[:1], (6, 7), num_new=9)]
+        generate(executor, [mates[0], hero, mates[1]], chunk)
+        assert hero.outcome == alone.outcome, chunk
+    executor.close()
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", ["granite", "olmo2", "stablelm", "gemma2-wide-window"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_rounded_weights_and_cache_are_exact_in_any_company_too(name: str, backend_name: str, dtype: str) -> None:
+    spec, weights = opened(name)
+    executor = make_executor(kv_of(spec, dtype="bf16"), BACKENDS[backend_name](), spec, weights, dtype)
+    alone = Generation("hero", list(TOKENS), BLOCKS)
+    generate(executor, [alone])
+    hero, mate = Generation("hero", list(TOKENS), (30, 31, 32)), Generation("mate", TOKENS[5:30], (0, 3, 5))
+    generate(executor, [mate, hero], chunk=7)
+    assert hero.outcome == alone.outcome
+    executor.close()
