@@ -26,7 +26,8 @@ def _rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **fields}
 
 
-_LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+_LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+         "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
          "original_max_position_embeddings": 32}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

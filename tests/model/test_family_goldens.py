@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from paceline.model.families import FAMILIES, spec_from_config, weights_from_con
 from paceline.model.fields import read_json_fields
 from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec, Weights
+from paceline.ops.numpy_ops import NumpyBackend
 from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
 from tests.runner.helpers import BACKENDS, Generation, generate, kv_of, make_executor, one_row_batch
 
@@ -63,6 +66,24 @@ def test_greedy_tokens_are_those_of_transformers_in_any_company(name: str, backe
         generate(executor, [mates[0], hero, mates[1]], chunk)
         assert hero.outcome == alone.outcome, chunk
     executor.close()
+
+
+NEUTRAL: dict[str, Any] = {
+    "activation": "silu", "qk_norm": "none", "has_qkv_bias": False, "has_o_bias": False, "has_mlp_bias": False,
+    "rotary_dim": None, "rope_scaling": None, "unrotated_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0,
+    "attention_scale": None, "attention_softcap": None, "logit_scale": 1.0, "logit_softcap": None,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_goldens_would_notice_every_feature_that_is_left_out(name: str) -> None:
+    spec, weights = opened(name)
+    backend = NumpyBackend()
+    for feature in (feature for feature, value in NEUTRAL.items() if getattr(spec, feature) != value):
+        without = replace(spec, **{feature: NEUTRAL[feature]})
+        runner = backend.bind(record_decoder(without, weights, backend, "f32", MAX_POSITION), kv_of(spec, dtype="f32"))
+        logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS), wants_logits=True).logits
+        assert logits is not None and np.abs(logits - expected(name)[0]).max() > 0.01, feature
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
