@@ -60,14 +60,14 @@ def spec_from_gguf(metadata: Fields, tensors: Mapping[str, StoredTensor]) -> Mod
     """The spec of GGUF metadata. The vocabulary is the embedding's rows; a missing output.weight means tied."""
     family = _gguf_family(metadata)
     prefix = f"{family.gguf_architecture}."
-    features = {**family.traits, **family.gguf_reads(metadata, prefix)}
-    _refuse_gguf(metadata, prefix)
+    features = {**_gguf_biases(tensors), **family.traits, **family.gguf_reads(metadata, prefix)}
+    _refuse_gguf(metadata, family)
     hidden_size = metadata.integer(f"{prefix}embedding_length")
     num_heads = metadata.integer(f"{prefix}attention.head_count")
     embed = tensors.get(GGUF_NAMES["embed"])
     if embed is None:
         raise ModelError(f"{metadata.where}: tensor {GGUF_NAMES['embed']} is missing")
-    epsilon = f"{prefix}attention.layer_norm_rms_epsilon"
+    epsilon = f"{prefix}attention.layer_norm_{'epsilon' if features.get('norm') == 'layer' else 'rms_epsilon'}"
     head_dim = _gguf_head_dim(metadata, prefix, hidden_size, num_heads)
     scaling = _gguf_scaling(metadata, prefix)
     max_position = metadata.integer(f"{prefix}context_length")
@@ -213,14 +213,21 @@ def _gguf_family(metadata: Fields) -> Family:
     return known[metadata.text("general.architecture")]
 
 
-def _refuse_gguf(metadata: Fields, prefix: str) -> None:
+def _gguf_biases(tensors: Mapping[str, StoredTensor]) -> dict[str, bool]:
+    """Metadata do not say; the first layer's tensors do."""
+    first = {"has_qkv_bias": "attn_q", "has_o_bias": "attn_output", "has_mlp_bias": "ffn_gate"}
+    return {feature: f"blk.0.{name}.bias" in tensors for feature, name in first.items()}
+
+
+def _refuse_gguf(metadata: Fields, family: Family) -> None:
+    prefix = f"{family.gguf_architecture}."
     if metadata.integer(f"{prefix}expert_count", 0):
         raise metadata.refuse(f"{prefix}expert_count", "is not supported")
     window = metadata.integer(f"{prefix}attention.sliding_window", 0)
     if 0 < window < metadata.integer(f"{prefix}context_length"):
         raise metadata.refuse(f"{prefix}attention.sliding_window", "is shorter than the context: not supported")
     for name in ("logit_scale", "embedding_scale", "residual_scale", "attention.scale", "attention.clamp_kqv"):
-        if metadata.has(prefix + name):
+        if metadata.has(prefix + name) and name not in family.gguf_takes:
             raise metadata.refuse(prefix + name, "is not supported")
 
 

@@ -36,6 +36,7 @@ class Family:
     gguf_permutes_qk: bool = False            # converters reorder the rows of q and k in every head (pairs interleaved)
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_reads: Reader = lambda metadata, prefix: {}
+    gguf_takes: frozenset[str] = frozenset()  # fields that only some families have, and that gguf_reads reads
 
 
 # Canonical name -> the file's name; {i} is the layer. A bias's name ends in .bias where its weight's ends in .weight.
@@ -64,6 +65,7 @@ GGUF_NAMES = {
 }
 _GELU_ONLY = {"gelu": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}    # Gemma's "gelu" always meant the tanh one
 _QKV = "model.layers.{i}.self_attn.qkv_proj.weight"
+_GGUF_QKV = "blk.{i}.attn_qkv.weight"
 _GATE_UP = "model.layers.{i}.mlp.gate_up_proj.weight"
 
 
@@ -101,6 +103,22 @@ def _granite(config: Fields, prefix: str) -> dict[str, Any]:
     }
 
 
+def _granite_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    has_scale = metadata.has(f"{prefix}attention.scale")
+    return {
+        "embedding_scale": _positive(metadata, f"{prefix}embedding_scale", 1.0),
+        "residual_scale": _positive(metadata, f"{prefix}residual_scale", 1.0),
+        "attention_scale": _positive(metadata, f"{prefix}attention.scale", 1.0) if has_scale else None,
+        "logit_scale": 1.0 / _positive(metadata, f"{prefix}logit_scale", 1.0),
+    }
+
+
+def _stablelm_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    if metadata.flag(f"{prefix}use_parallel_residual", False):
+        raise metadata.refuse(f"{prefix}use_parallel_residual", "is not supported")
+    return {}
+
+
 def _stablelm(config: Fields, prefix: str) -> dict[str, Any]:
     for name in ("qk_layernorm", "use_parallel_residual"):
         if config.flag(name, False):
@@ -112,6 +130,10 @@ def _gemma(config: Fields, prefix: str) -> dict[str, Any]:
     if config.flag("use_bidirectional_attention", False):
         raise config.refuse("use_bidirectional_attention", "is not supported")
     return {"embedding_scale": config.integer("hidden_size") ** 0.5}
+
+
+def _gemma_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    return {"activation": "gelu_tanh", "embedding_scale": metadata.integer(f"{prefix}embedding_length") ** 0.5}
 
 
 def _gemma2(config: Fields, prefix: str) -> dict[str, Any]:
@@ -143,7 +165,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
     Family(name="llama", title="Llama 2, 3, 3.1, 3.2; SmolLM2", hf_architecture="LlamaForCausalLM",
            takes_attention_bias=True, takes_mlp_bias=True, gguf_architecture="llama", gguf_permutes_qk=True),
     Family(name="smollm3", title="SmolLM3", hf_architecture="SmolLM3ForCausalLM", reads=_smollm3,
-           takes_attention_bias=True, takes_mlp_bias=True, default_rope_theta=2000000.0),
+           takes_attention_bias=True, takes_mlp_bias=True, default_rope_theta=2000000.0,
+           gguf_architecture="smollm3", gguf_permutes_qk=True, gguf_reads=_smollm3_gguf),
     Family(name="mistral", title="Mistral, while its window covers its length", hf_architecture="MistralForCausalLM",
            default_window=4096),
     Family(name="qwen2", title="Qwen 2, 2.5", hf_architecture="Qwen2ForCausalLM", traits={"has_qkv_bias": True},
@@ -151,15 +174,19 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
     Family(name="qwen3", title="Qwen 3", hf_architecture="Qwen3ForCausalLM", traits={"qk_norm": "head"},
            takes_attention_bias=True, gguf_architecture="qwen3"),
     Family(name="granite", title="Granite 3", hf_architecture="GraniteForCausalLM", reads=_granite,
-           takes_attention_bias=True, takes_mlp_bias=True),
+           takes_attention_bias=True, takes_mlp_bias=True, gguf_architecture="granite", gguf_permutes_qk=True,
+           gguf_reads=_granite_gguf,
+           gguf_takes=frozenset({"logit_scale", "embedding_scale", "residual_scale", "attention.scale"})),
     Family(name="olmo2", title="OLMo 2", hf_architecture="Olmo2ForCausalLM",
-           traits={"norm_placement": "after", "qk_norm": "width"}, takes_attention_bias=True),
+           traits={"norm_placement": "after", "qk_norm": "width"}, takes_attention_bias=True,
+           gguf_architecture="olmo2"),
     Family(name="phi3", title="Phi 3, Phi 4", hf_architecture="Phi3ForCausalLM", default_rotary_share=1.0,
-           hf_names={"q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP, "up": _GATE_UP}),
+           hf_names={"q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP, "up": _GATE_UP}, gguf_architecture="phi3",
+           gguf_names={"q": _GGUF_QKV, "k": _GGUF_QKV, "v": _GGUF_QKV, "gate": GGUF_NAMES["up"]}),
     Family(name="stablelm", title="StableLM", hf_architecture="StableLmForCausalLM", traits={"norm": "layer"},
-           reads=_stablelm, default_rotary_share=0.25),
+           reads=_stablelm, default_rotary_share=0.25, gguf_architecture="stablelm", gguf_reads=_stablelm_gguf),
     Family(name="gemma", title="Gemma 1", hf_architecture="GemmaForCausalLM", reads=_gemma, has_offset_norms=True,
-           takes_attention_bias=True, activations=_GELU_ONLY),
+           takes_attention_bias=True, activations=_GELU_ONLY, gguf_architecture="gemma", gguf_reads=_gemma_gguf),
     Family(name="gemma2", title="Gemma 2, while its window covers its length", hf_architecture="Gemma2ForCausalLM",
            traits={"norm_placement": "both"}, reads=_gemma2, has_offset_norms=True, takes_attention_bias=True,
            default_window=4096, activations=_GELU_ONLY,

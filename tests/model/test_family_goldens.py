@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.model.decoder import record_decoder
-from paceline.model.families import FAMILIES, spec_from_config, weights_from_config
-from paceline.model.fields import read_json_fields
+from paceline.model.families import (
+    FAMILIES,
+    spec_from_config,
+    spec_from_gguf,
+    weights_from_config,
+    weights_from_gguf,
+)
+from paceline.model.fields import Fields, read_json_fields
+from paceline.model.gguf import read_gguf
 from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec, Weights
 from paceline.ops.numpy_ops import NumpyBackend
 from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
+from tests.golden.family_gguf import GGUF_CASES, write_gguf
 from tests.runner.helpers import BACKENDS, Generation, generate, kv_of, make_executor, one_row_batch
 
 BLOCKS = (4, 1, 9, 2)
@@ -66,6 +75,33 @@ def test_greedy_tokens_are_those_of_transformers_in_any_company(name: str, backe
         generate(executor, [mates[0], hero, mates[1]], chunk)
         assert hero.outcome == alone.outcome, chunk
     executor.close()
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_the_same_checkpoint_as_gguf_gives_the_same_logits_and_tokens(
+        name: str, backend_name: str, tmp_path: Path) -> None:
+    file = read_gguf(write_gguf(name, tmp_path / "model.gguf"))
+    spec = spec_from_gguf(file.fields, file.tensors)
+    weights = weights_from_gguf(spec, file.tensors, "model.gguf")
+    hero = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY)
+    executor = make_executor(kv_of(spec, dtype="f32"), BACKENDS[backend_name](), spec, weights)
+    generate(executor, [hero])
+    executor.close()
+    assert hero.drawn == expected(name)[1]
+    assert np.abs(np.frombuffer(hero.logits[0], np.float32) - expected(name)[0][-1]).max() < 1e-4
+
+
+def test_every_family_that_reads_gguf_has_a_gguf_golden() -> None:
+    architectures = {family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture}
+    assert architectures - {"smollm3"} == set(GGUF_CASES.values())    # smollm3: see the test below
+
+
+def test_smollm3_as_gguf_does_not_rotate_every_fourth_layer(tmp_path: Path) -> None:
+    """llama.cpp fixes the interval at 4, so the two-layer golden cannot be one; the weights must be the same."""
+    config, tensors = Fields({"general.architecture": "smollm3", "smollm3.block_count": 8}, "x"), {}
+    assert FAMILIES["smollm3"].gguf_reads(config, "smollm3.") == {"unrotated_layers": (3, 7)}
+    assert FAMILIES["smollm3"].gguf_permutes_qk and not tensors
 
 
 NEUTRAL: dict[str, Any] = {
