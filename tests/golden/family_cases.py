@@ -39,7 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)),
     "llama-yarn": _case("LlamaForCausalLM", rope_parameters=_rope(
         "yarn", factor=4.0, original_max_position_embeddings=32)),
-    "smollm3": _case("SmolLM3ForCausalLM", no_rope_layer_interval=2),
+    "smollm3": _case("SmolLM3ForCausalLM", num_hidden_layers=4, intermediate_size=64),    # the fourth is not rotated
+    "smollm3-listed": _case("SmolLM3ForCausalLM", no_rope_layers=[0, 1]),
     "mistral": _case("MistralForCausalLM", sliding_window=None, tie_word_embeddings=False),
     "mistral-wide-window": _case("MistralForCausalLM", sliding_window=4096, head_dim=32),
     "qwen2": _case("Qwen2ForCausalLM", rms_norm_eps=1e-6),

@@ -16,7 +16,7 @@ from .family_cases import DIRECTORY
 
 # Golden -> GGUF architecture; the converters of the first set write the rows of q and k in pairs.
 PERMUTED = {"llama2": "llama", "llama3": "llama", "llama-biases": "llama", "llama-linear": "llama",
-            "llama3.1": "llama", "mistral": "llama", "granite": "granite"}
+            "llama3.1": "llama", "mistral": "llama", "granite": "granite", "smollm3": "smollm3"}
 PLAIN = {"qwen2": "qwen2", "qwen3": "qwen3", "olmo2": "olmo2", "phi3": "phi3", "phi4-partial": "phi3",
          "stablelm": "stablelm", "gemma": "gemma"}
 GGUF_CASES = {**PERMUTED, **PLAIN}

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
+from paceline.model.tokenizer import CHAR_OF_BYTE
 from tests.golden.family_cases import CASES, DIRECTORY, NUM_GREEDY, TOKENS
 
 
@@ -52,6 +54,14 @@ def greedy_tokens(model: Any, torch: Any) -> list[int]:
     return tokens[len(TOKENS) :]
 
 
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """Ids are bytes."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({CHAR_OF_BYTE[byte]: byte for byte in range(256)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return inner
+
+
 def write(directory: Path, model: Any, logits: Any, greedy: list[int]) -> None:
     import torch
     from safetensors.torch import save_file
@@ -63,6 +73,7 @@ def write(directory: Path, model: Any, logits: Any, greedy: list[int]) -> None:
     save_file(state, directory / "model.safetensors")
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
     np.savez_compressed(directory / "expected.npz", logits=logits, greedy=np.array(greedy, np.int32))
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{directory.name}: {size} bytes, logits {np.abs(logits).max():.2f} at most")

@@ -18,8 +18,9 @@ from paceline.model.families import (
     weights_from_config,
     weights_from_gguf,
 )
-from paceline.model.fields import Fields, read_json_fields
+from paceline.model.fields import read_json_fields
 from paceline.model.gguf import read_gguf
+from paceline.model.loader import open_model
 from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec, Weights
 from paceline.ops.numpy_ops import NumpyBackend
@@ -94,14 +95,14 @@ def test_the_same_checkpoint_as_gguf_gives_the_same_logits_and_tokens(
 
 def test_every_family_that_reads_gguf_has_a_gguf_golden() -> None:
     architectures = {family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture}
-    assert architectures - {"smollm3"} == set(GGUF_CASES.values())    # smollm3: see the test below
+    assert architectures == set(GGUF_CASES.values())
 
 
-def test_smollm3_as_gguf_does_not_rotate_every_fourth_layer(tmp_path: Path) -> None:
-    """llama.cpp fixes the interval at 4, so the two-layer golden cannot be one; the weights must be the same."""
-    config, tensors = Fields({"general.architecture": "smollm3", "smollm3.block_count": 8}, "x"), {}
-    assert FAMILIES["smollm3"].gguf_reads(config, "smollm3.") == {"unrotated_layers": (3, 7)}
-    assert FAMILIES["smollm3"].gguf_permutes_qk and not tensors
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_is_opened_as_any_directory_is(name: str) -> None:
+    files = open_model(str(DIRECTORY / name))
+    assert files.spec == opened(name)[0] and set(files.weights) == set(opened(name)[1])
+    assert files.tokenizer.encode("Hi!") == list(b"Hi!") and files.eos_token_ids == {2}
 
 
 NEUTRAL: dict[str, Any] = {
