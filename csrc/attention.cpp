@@ -326,7 +326,8 @@ PL_INLINE void soften(const float* scores, float scale, const int* num_visible, 
 
 template <bool is_bf16, int rows, bool prefetches>
 __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim,
-                                           const Chunk& chunk, const int* num_visible, const Scoring& scoring, const State& state) {
+                                           const Chunk& chunk, const int* num_visible, const Scoring& scoring,
+                                           const State& state) {
   alignas(64) float scores[rows * kChunk];
   alignas(64) uint8_t p[rows * kWordBytes];
   alignas(64) float alpha[16];

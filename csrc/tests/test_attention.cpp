@@ -12,6 +12,10 @@ constexpr int kLayers = 2, kLayer = 1;    // the other layer must stay untouched
 struct Shape {
   int num_heads, num_kv_heads, head_dim, block_size;
   bool is_bf16;
+  int unrotated_dims = 0;    // at the end of a head
+  float softcap = 0.0f;
+
+  int rotary_dim() const { return head_dim - unrotated_dims; }
 };
 
 // A cache full of NaN bits, one row of `num_tokens` tokens whose blocks lie in shuffled order, and its inputs.
@@ -34,8 +38,8 @@ struct Row {
       positions.push_back(position);
       row_of_token.push_back(0);
       for (int half = 0; half < 2; ++half) {
-        for (int i = 0; i < s.head_dim / 2; ++i) {
-          const double angle = position * std::pow(10000.0, -2.0 * i / s.head_dim);
+        for (int i = 0; i < s.rotary_dim() / 2; ++i) {
+          const double angle = position * std::pow(10000.0, -2.0 * i / s.rotary_dim());
           rope.push_back(static_cast<float>(half == 0 ? std::cos(angle) : std::sin(angle)));
         }
       }
@@ -55,8 +59,8 @@ struct Row {
   int64_t qkv_width() const { return q_width() + 2 * int64_t{shape.num_kv_heads} * shape.head_dim; }
 
   void write(const KernelTable& table, int first, int last) {
-    table.rope_write_kv(qkv.data() + first * qkv_width(), rope.data(), shape.head_dim, q.data() + first * q_width(), kv, kLayer,
-                        shape.num_heads, step(first, last), 0, last - first);
+    table.rope_write_kv(qkv.data() + first * qkv_width(), rope.data(), shape.rotary_dim(), q.data() + first * q_width(), kv,
+                        kLayer, shape.num_heads, step(first, last), 0, last - first);
   }
 
   Shape shape;
@@ -81,8 +85,8 @@ std::vector<float> attend_step(const KernelTable& table, Row& row, int first, in
     const int most_tokens = kMaxQueries / (group * (last_head - head));
     for (int token = 0; token < last - first; token += most_tokens) {
       const AttendJob job = {0, token, std::min(last - first, token + most_tokens), head, last_head, 0, 1 << 20, -1, 0, 0};
-      table.attend(row.q.data() + first * row.q_width(), row.kv, kLayer, row.shape.num_heads, scale_of(row), 0.0f, batch,
-                   job, out.data(), nullptr);
+      table.attend(row.q.data() + first * row.q_width(), row.kv, kLayer, row.shape.num_heads, scale_of(row),
+                   row.shape.softcap, batch, job, out.data(), nullptr);
     }
   }
   return out;
@@ -99,7 +103,8 @@ std::vector<float> attend_by_segments(const KernelTable& table, Row& row, int to
   for (int segment = num_segments - 1; segment >= 0; --segment) {    // any order will do
     for (int head = 0; head < row.shape.num_kv_heads; ++head) {
       const AttendJob job = {0, 0, 1, head, head + 1, segment, segment + 1, -1, 0, num_segments};
-      table.attend(q, row.kv, kLayer, row.shape.num_heads, scale_of(row), 0.0f, batch, job, nullptr, partials.data());
+      table.attend(q, row.kv, kLayer, row.shape.num_heads, scale_of(row), row.shape.softcap, batch, job, nullptr,
+                   partials.data());
     }
   }
   for (int head = 0; head < row.shape.num_heads; ++head) {
@@ -144,7 +149,9 @@ std::vector<double> reference(const Row& row, int token, int head) {
       const float value = row.q[static_cast<size_t>(token * row.q_width() + head * s.head_dim + d)];
       score += static_cast<double>(s.is_bf16 ? from_bf16(to_bf16(value)) : value) * cached(row, false, kv_head, key, d);
     }
-    weights[static_cast<size_t>(key)] = score * static_cast<double>(scale_of(row));
+    score *= static_cast<double>(scale_of(row));
+    if (s.softcap > 0.0f) score = s.softcap * std::tanh(score / s.softcap);
+    weights[static_cast<size_t>(key)] = score;
     most = std::max(most, weights[static_cast<size_t>(key)]);
   }
   for (double& weight : weights) total += weight = std::exp(weight - most);
@@ -172,11 +179,14 @@ void check_writes(Check& check, const KernelTable& table, Row& whole, Row& singl
   }
   for (int position : {0, whole.length / 2, whole.length - 1}) {
     for (int d = 0; d < whole.shape.head_dim; ++d) {
-      const int half = whole.shape.head_dim / 2;
+      const int half = whole.shape.rotary_dim() / 2;
       const float* k = whole.qkv.data() + position * whole.qkv_width() + whole.q_width();
-      const float* angles = whole.rope.data() + position * whole.shape.head_dim;
-      const double cosine = angles[d % half], sine = angles[half + d % half];
-      const double right = d < half ? k[d] * cosine - k[d + half] * sine : k[d] * cosine + k[d - half] * sine;
+      double right = k[d];
+      if (d < 2 * half) {
+        const float* angles = whole.rope.data() + position * whole.shape.rotary_dim();
+        const double cosine = angles[d % half], sine = angles[half + d % half];
+        right = d < half ? k[d] * cosine - k[d + half] * sine : k[d] * cosine + k[d - half] * sine;
+      }
       const double got = cached(whole, false, 0, position, d);
       check.expect(std::fabs(got - right) <= (whole.shape.is_bf16 ? 0.005 * std::fabs(right) + 1e-6 : 2e-6),
                    "key %d dimension %d is %.9g, should be %.9g", position, d, got, right);
@@ -213,7 +223,8 @@ void test_shape(const KernelTable& table, const Shape& shape, int length) {
   const std::string label = std::string(table.name) + " attention " + (shape.is_bf16 ? "bf16 " : "f32 ") +
                             std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + "x" +
                             std::to_string(shape.head_dim) + " blocks of " + std::to_string(shape.block_size) + ", " +
-                            std::to_string(length) + " tokens";
+                            std::to_string(length) + " tokens" + (shape.unrotated_dims > 0 ? ", partly rotated" : "") +
+                            (shape.softcap > 0.0f ? ", soft-capped" : "");
   Row whole(shape, length, 1), single(shape, length, 1), moved(shape, length, 2);
   Check writes(label + ": cache"), exact(label + ": bits"), error(label + ": error");
   check_writes(writes, table, whole, single, moved);
@@ -232,6 +243,9 @@ void test_attention(const KernelTable& table) {
     test_shape(table, {4, 2, 32, 32, is_bf16}, kSegment + 5);
     test_shape(table, {9, 3, 64, 64, is_bf16}, 130);
     test_shape(table, {2, 2, 128, 16, is_bf16}, 70);
+    test_shape(table, {3, 1, 64, 16, is_bf16, 48}, 70);
+    test_shape(table, {2, 1, 32, 16, is_bf16, 32}, 70);
+    test_shape(table, {3, 1, 64, 16, is_bf16, 0, 2.0f}, kSegment + 5);
     for (int length = 1; length <= 19; length += 2) test_shape(table, {3, 1, 64, 16, is_bf16}, length);
   }
 }

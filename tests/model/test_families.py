@@ -17,7 +17,7 @@ from paceline.model.families import spec_from_config
 from paceline.model.family_table import families_markdown
 from paceline.model.fields import Fields
 from paceline.model.loader import open_model
-from paceline.model.rope import rope_table
+from paceline.model.rope import Llama3Scaling, rope_table
 from paceline.model.spec import ModelSpec
 from paceline.ops.interface import SourceTensor
 from tests.golden.family_cases import CASES, DIRECTORY
@@ -183,6 +183,50 @@ def test_smollm3_names_the_layers_it_does_not_rotate() -> None:
     assert of("SmolLM3", no_rope_layers=[0, 1]).unrotated_layers == (0,)
     with pytest.raises(ModelError, match="no_rope_layers"):
         of("SmolLM3", no_rope_layers=[0, 1, 1])
+
+
+RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama-3.1-8B": ({
+        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "pretraining_tp": 1,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192), "max_position": 131072}),
+    "Qwen2.5-7B with yarn": ({
+        "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "max_window_layers": 28,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        "sliding_window": 131072, "use_sliding_window": False, "rms_norm_eps": 1e-6},
+        {"max_position": 131072, "has_qkv_bias": True}),
+    "Qwen3-0.6B": ({
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_size": 1024,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "max_window_layers": 28, "rope_scaling": None,
+        "sliding_window": None, "use_sliding_window": False}, {"head_dim": 128, "qk_norm": "head"}),
+    "Phi-4-mini": ({
+        "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 131072, "sliding_window": 262144,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "attention_bias": False,
+        "mlp_bias": False, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}},
+        {"rotary_dim": 12}),
+    "granite-3.1-2b": ({
+        "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0, "residual_multiplier": 0.22, "rope_scaling": None},
+        {"logit_scale": 0.125, "residual_scale": 0.22, "attention_scale": 0.015625, "embedding_scale": 12.0}),
+    "stablelm-2-1_6b": ({
+        "architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
+        "qk_layernorm": False, "use_parallel_residual": False, "use_qkv_bias": True, "rms_norm_eps": None},
+        {"norm": "layer", "has_qkv_bias": True, "rotary_dim": 4}),
+    "gemma-2b": ({
+        "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "hidden_activation": None, "head_dim": 256,
+        "num_key_value_heads": 1, "rope_scaling": None}, {"activation": "gelu_tanh", "head_dim": 256}),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_configs_of_released_models_are_read(name: str) -> None:
+    """Their telling fields, on the small shape of these tests."""
+    fields, features = RELEASED[name]
+    names = NO_HEAD if fields.get("tie_word_embeddings", True) else WITH_HEAD
+    found = spec_from_config(Fields({**tiny.hf_config(), **fields}, "config.json"), names)
+    assert {feature: getattr(found, feature) for feature in features} == features
 
 
 def test_an_absent_soft_cap_is_the_familys_and_null_is_none() -> None:
