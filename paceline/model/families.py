@@ -32,6 +32,9 @@ def spec_from_config(config: Fields, tensor_names: Iterable[str]) -> ModelSpec:
     head_dim = config.integer("head_dim") if config.has("head_dim") else _divided(config, hidden_size, num_heads)
     scaling = scaling_from_config(config)
     max_position = config.integer("max_position_embeddings")
+    if scaling is not None:
+        max_position = scaling.max_position(max_position)
+    _refuse_windows(config, family, max_position)
     features: dict[str, Any] = {
         "activation": _activation(config, family),
         "rotary_dim": _rotary_dim(config, family, head_dim),
@@ -47,7 +50,7 @@ def spec_from_config(config: Fields, tensor_names: Iterable[str]) -> ModelSpec:
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        max_position=max_position if scaling is None else scaling.max_position(max_position),
+        max_position=max_position,
         norm_eps=_positive(config, epsilon, config.number(epsilon)),
         rope_theta=_rope_theta(config, family),
         rope_scaling=scaling,
@@ -110,19 +113,17 @@ def _refuse_config(config: Fields, family: Family) -> None:
     has_known_bias = family.takes_attention_bias or family.traits.get("has_qkv_bias", False)
     if not has_known_bias and config.flag("attention_bias", False):
         raise config.refuse("attention_bias", "biases in the attention are not supported for this family")
-    _refuse_windows(config, family)
 
 
-def _refuse_windows(config: Fields, family: Family) -> None:
+def _refuse_windows(config: Fields, family: Family, max_position: int) -> None:
     """A window that no position can look past is none; a smaller one needs what we do not have yet."""
     default = None if "sliding_window" in config.values else family.default_window
     window = config.integer("sliding_window", default)
-    max_position = config.integer("max_position_embeddings")
     is_used = config.flag("use_sliding_window", window is not None)    # the flag false: the size has no effect
     if is_used and window is not None and window < max_position:
         shown = Fields({"sliding_window": window}, config.where)
-        raise shown.refuse("sliding_window", "sliding windows shorter than max_position_embeddings="
-                           f"{max_position} are not supported")
+        raise shown.refuse("sliding_window",
+                           f"windows shorter than the model's {max_position} tokens are not supported")
     kinds = config.values.get("layer_types") or ["full_attention"]
     harmless = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if not isinstance(kinds, list) or any(kind not in harmless for kind in kinds):

@@ -116,8 +116,10 @@ def test_a_window_that_covers_the_model_is_none_and_a_shorter_one_is_refused() -
     kinds = ["sliding_attention", "full_attention"]
     of("Gemma2", hidden_act="gelu_pytorch_tanh", sliding_window=128, layer_types=kinds)
     for architecture in ("Mistral", "Qwen3", "Phi3", "SmolLM3"):
-        with pytest.raises(ModelError, match=r"sliding_window=127: .*max_position_embeddings=128"):
+        with pytest.raises(ModelError, match=r"sliding_window=127: .*the model's 128 tokens"):
             of(architecture, sliding_window=127)
+    with pytest.raises(ModelError, match="sliding_window=200"):     # what scaling stretches, the window must cover
+        of("Mistral", sliding_window=200, rope_scaling={"type": "linear", "factor": 2.0})
     for architecture in ("Mistral", "Gemma2"):      # their configs mean 4096 when they do not say
         with pytest.raises(ModelError, match="sliding_window=4096"):
             of(architecture, max_position_embeddings=8192, hidden_act=None)
