@@ -101,7 +101,7 @@ class ServerConfig:
     stall_seconds: float = knob(120.0, "health turns 503 when work waits and no step ended for this long", least=1.0)
     strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
     strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
-    api_key: str | None = knob(None, "require this key on every route except health and version")
+    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version")
 
     def __post_init__(self) -> None:
         _check(self)

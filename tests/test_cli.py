@@ -1,4 +1,4 @@
-"""The command line as its users meet it: exit status 0, 1 or 2, the result on standard output, one line for a mistake."""
+"""The command line as its users meet it: exit status 0, 1 or 2, results on standard output, one line for a mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def one_load() -> Any:
     loaded: dict[ModelConfig, build.LoadedModel] = {}
     load_model = build.load_model
     patch = pytest.MonkeyPatch()
-    patch.setattr(build, "load_model", lambda config: loaded.get(config) or loaded.setdefault(config, load_model(config)))
+    patch.setattr(build, "load_model",
+                  lambda config: loaded.get(config) or loaded.setdefault(config, load_model(config)))
     yield
     patch.undo()
 
@@ -102,8 +103,9 @@ def test_a_mistake_is_told_in_one_line_with_exit_status_2(argv: tuple[str, ...],
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("empty", None, "config.json"), ("broken/config.json", b"{", "not valid JSON"), ("text.gguf", b"hello world", "magic"),
-    ("nothing.gguf", b"", "empty"), ("cut.gguf", b"GGUF\x03\0\0\0", "cut.gguf")])
+    ("empty", None, "config.json"), ("broken/config.json", b"{", "not valid JSON"),
+    ("text.gguf", b"hello world", "magic"), ("nothing.gguf", b"", "empty"),
+    ("cut.gguf", b"GGUF\x03\0\0\0", "cut.gguf")])
 def test_a_path_that_is_no_model(tmp_path: Path, name: str, content: bytes | None, said: str, capsys) -> None:
     path = tmp_path / name
     if content is None:

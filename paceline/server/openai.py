@@ -119,7 +119,7 @@ class CallReader:
         fields.refuse_unsupported(body, neutral)
         fields.check_best_of(body, values["n"])
         if values["priority"] and not self.engine.model.reads_priority:
-            raise Unsupported("priority: this server does not look at it; start it with --ordering priority", "priority")
+            raise Unsupported("priority: not looked at here; a server with --ordering priority does", "priority")
         if values["n"] > self.config.max_queue:
             raise RequestError(f"n: at most {self.config.max_queue} choices fit the queue here, got {values['n']}", "n")
         is_chat = known is KNOWN_CHAT
