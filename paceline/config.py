@@ -75,12 +75,12 @@ class SchedulerConfig:
     max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1,
                                        most=1 << 20)
     watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
-    regime: str = knob("continuous", "when requests may join the running batch")
+    regime: str = knob("continuous", "when requests may join the running batch: continuous")
     ordering: str = knob("fcfs", "who is admitted first: fcfs or priority")
-    admission: str = knob("watermark", "what must be free before a request starts")
-    preemption: str = knob("recompute", "what happens when blocks run out")
+    admission: str = knob("watermark", "what must be free before a request starts: watermark")
+    preemption: str = knob("recompute", "what happens when blocks run out: recompute")
     victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival or lowest_priority")
-    chunking: str = knob("fixed", "how a step's token budget is split")
+    chunking: str = knob("fixed", "how a step's token budget is split: fixed")
 
     def __post_init__(self) -> None:
         _check(self)
@@ -101,7 +101,7 @@ class ServerConfig:
     stall_seconds: float = knob(120.0, "health turns 503 when work waits and no step ended for this long", least=1.0)
     strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
     strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
-    api_key: str | None = knob(None, "require this key on every route except health and version")
+    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version")
 
     def __post_init__(self) -> None:
         _check(self)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 from ..errors import ConfigError, ModelError, RequestError
@@ -150,6 +152,9 @@ class _PipeInbox:
 
 
 def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; when to leave is the front's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         run_loop(make_core, _PipeInbox(messages), news.send)
     except (BrokenPipeError, EOFError):
@@ -172,6 +177,8 @@ class ProcessTransport:
 
     def start(self, on_news: OnNews) -> None:
         self._process.start()
+        # At exit multiprocessing ends daemons by SIGTERM and waits; the child ignores that, so this must come before.
+        Finalize(None, self.kill, exitpriority=10)
         for end in self._child_ends:
             end.close()
         threading.Thread(target=self._read, args=(on_news,), name="paceline-news", daemon=True).start()

@@ -50,7 +50,7 @@ def open_model(name: str) -> ModelFiles:
     if name.startswith(DUMMY_PREFIX):
         return _open_dummy(name.removeprefix(DUMMY_PREFIX))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():    # an empty name would be the working directory
         return _open_directory(path)
     if path.is_file():
         return _open_gguf(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,16 @@ def test_a_broken_tokenizer_json_is_named(tmp_path: Path, text: str) -> None:
     (directory / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match=r"tokenizer\.json: "):
         tokenizer_from_directory(directory)
+
+
+def test_a_long_text_does_not_stop_the_other_threads(smollm2: Tokenizer) -> None:
+    """B197: the event loop and the engine's thread go on while a worker tokenises."""
+    encoding = threading.Thread(target=smollm2.encode, args=("é😀 " * 100_000,))
+    started = last = time.perf_counter()
+    longest = 0.0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (last - started) / 3
