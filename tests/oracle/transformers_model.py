@@ -28,7 +28,7 @@ def model() -> Any:
 
 def save_directory(directory: Path) -> None:
     """config.json and model.safetensors as a checkpoint that was never a GGUF; transformers refuses to write those."""
-    config = model().config.to_dict() | {"dtype": "float32"}
+    config = model().config.to_dict() | {"dtype": "float32", "architectures": [type(model()).__name__]}
     config.pop("quantization_config", None)
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.contiguous() for name, tensor in model().state_dict().items() if name != "lm_head.weight"}
