@@ -94,7 +94,7 @@ class ServerConfig:
     port: int = knob(8000, "TCP port; 0 takes a free one", least=0, most=65535)
     served_model_name: str | None = knob(None, "name clients use, aliases after commas; default: the MODEL argument")
     transport: str = knob("thread", "where the engine loop runs: thread or process", choices=("thread", "process"))
-    max_queue: int = knob(1024, "requests accepted and unfinished before 429", least=1)
+    max_queue: int = knob(1024, "choices accepted and unfinished before 429", least=1)
     max_body_bytes: int = knob(16 << 20, "largest request body; larger ones get 413", least=1024)
     max_json_depth: int = knob(64, "deepest nesting of a request body", least=4, most=512)
     grace_seconds: float = knob(30.0, "after SIGTERM, seconds for running requests to finish", least=0.0)

@@ -3,6 +3,7 @@ engine/messages.py and nothing else; which one is the default is decided by meas
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import signal
@@ -57,6 +58,10 @@ class Inbox(Protocol):
         ...
 
 
+class FrontGone(Exception):
+    """Nobody is left to serve or to tell: the process of the front was killed."""
+
+
 def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
     """Loads the engine, then runs it until told to stop. Never raises: whatever goes wrong is published as Died."""
     try:
@@ -67,6 +72,8 @@ def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
         finally:
             loaded.close()
         publish(Stopped())
+    except FrontGone:
+        return
     except (ConfigError, ModelError) as mistake:
         publish(Died(str(mistake), is_callers_mistake=True))
     except BaseException as failure:    # the front must hear of every end, also of KeyboardInterrupt in a child
@@ -145,22 +152,29 @@ class _PipeInbox:
         self._connection = connection
 
     def drain(self, blocks: bool) -> Iterator[Message]:
-        if blocks:
-            yield self._connection.recv()
-        while self._connection.poll():
-            yield self._connection.recv()
+        try:
+            if blocks:
+                yield self._connection.recv()
+            while self._connection.poll():
+                yield self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise FrontGone from error
 
 
 def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; when to leave is the front's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        run_loop(make_core, _PipeInbox(messages), news.send)
-    except (BrokenPipeError, EOFError):
-        pass    # the front is gone, and with it everybody to tell
-    finally:
-        news.close()
+
+    def publish(one: News) -> None:
+        try:
+            news.send(one)
+        except OSError as error:
+            raise FrontGone from error
+
+    with contextlib.suppress(FrontGone):    # of telling how the loop ended
+        run_loop(make_core, _PipeInbox(messages), publish)
+    news.close()
 
 
 class ProcessTransport:

@@ -111,6 +111,7 @@ class Service:
         self._live: LiveReplies = app.state.live_replies
         self._server = QuietServer(uvicorn.Config(
             app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            log_level="error",    # a warning for each piece of garbage would let anybody fill the log
             server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS))
         self._num_stops = 0

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from paceline.clock import WallClock
 from paceline.engine.async_engine import AsyncEngine, ServedModel
 from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
-from paceline.engine.messages import Ready, RequestOutput, Submit
-from paceline.engine.transport import TRANSPORTS, ProcessTransport
+from paceline.engine.messages import News, Ready, RequestOutput, Submit
+from paceline.engine.transport import TRANSPORTS, ProcessTransport, _PipeInbox, run_loop
 from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong
 from paceline.request import FinishReason, SamplingParams
 from paceline.sched.plan import SchedulerOutput, StepResult
@@ -261,3 +262,11 @@ def test_the_death_of_an_engine_is_told_in_the_log(caplog: pytest.LogCaptureFixt
         assert "has died" in caplog.text and "a kernel broke" in caplog.text
 
     with_engine("thread", story, partial(load, 2))
+
+
+def test_a_front_that_was_killed_ends_the_loop_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    messages, front = Pipe(duplex=False)
+    front.close()
+    news: list[News] = []
+    run_loop(load, _PipeInbox(messages), news.append)
+    assert [type(one) for one in news] == [Ready] and capsys.readouterr().err == ""
