@@ -58,38 +58,69 @@ uint8_t* piece_at(const KVCache& kv, const Layout& at, int32_t layer, const int3
 
 void rotate(const float* x, const float* cos_sin, int32_t head_dim, float* out) {
   const int half = head_dim / 2;
-  for (int i = 0; i < half; i += 16) {
-    const int n = half - i < 16 ? half - i : 16;
-    const f32x16 low = load_first(x + i, n);
-    const f32x16 high = load_first(x + half + i, n);
-    const f32x16 cosine = load_first(cos_sin + i, n);
-    const f32x16 sine = load_first(cos_sin + half + i, n);
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {    // whole vectors: a masked store is not forwarded to the loads that soon follow
+    const f32x16 low = load(x + i), high = load(x + half + i);
+    const f32x16 cosine = load(cos_sin + i), sine = load(cos_sin + half + i);
+    store(out + i, sub(mul(low, cosine), mul(high, sine)));
+    store(out + half + i, add(mul(high, cosine), mul(low, sine)));
+  }
+  if (i < half) {
+    const int n = half - i;
+    const f32x16 low = load_first(x + i, n), high = load_first(x + half + i, n);
+    const f32x16 cosine = load_first(cos_sin + i, n), sine = load_first(cos_sin + half + i, n);
     store_first(out + i, sub(mul(low, cosine), mul(high, sine)), n);
     store_first(out + half + i, add(mul(high, cosine), mul(low, sine)), n);
   }
 }
 
-void write_key(const float* key, const KVCache& kv, uint8_t* to, int lane) {
-  if (!kv.is_bf16) {
-    float* out = reinterpret_cast<float*>(to) + lane;
-    for (int d = 0; d < kv.head_dim; ++d) out[d * 16] = key[d];
-    return;
+// One key, rounded if the cache is: a 32-bit word for each vector of K.
+void write_key(const float* key, const KVCache& kv, const Layout& at, uint8_t* to, int lane) {
+  alignas(64) uint32_t words[kMaxHeadDim];
+  if (kv.is_bf16) {
+    for (int d = 0; d < kv.head_dim; d += 16) store_bf16(reinterpret_cast<uint16_t*>(words) + d, load(key + d));
+  } else {
+    memcpy(words, key, static_cast<size_t>(kv.head_dim) * 4);
   }
-  uint16_t rounded[kMaxHeadDim];
-  for (int d = 0; d < kv.head_dim; d += 16) store_bf16(rounded + d, load(key + d));
-  for (int d = 0; d < kv.head_dim; d += 2) memcpy(to + (d / 2 * 16 + lane) * 4, rounded + d, 4);
+  to += lane * 4;
+  for (int step = 0; step < at.steps; step += 8, to += 8 * 64) {    // head_dim is a multiple of 16
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) memcpy(to + i * 64, words + step + i, 4);
+  }
 }
 
-// Two tokens share a 32-bit word of V and may be written by two threads, so each writes its own 16 bits only.
+// Two tokens share a 32-bit word of V and may be written by two threads, so a token alone writes its own 16 bits only.
 void write_value(const float* value, const KVCache& kv, uint8_t* to, int lane) {
   if (!kv.is_bf16) {
     memcpy(to + static_cast<int64_t>(lane) * kv.head_dim * 4, value, static_cast<size_t>(kv.head_dim) * 4);
     return;
   }
-  uint16_t rounded[kMaxHeadDim];
-  for (int d = 0; d < kv.head_dim; d += 16) store_bf16(rounded + d, load(value + d));
-  uint16_t* out = reinterpret_cast<uint16_t*>(to) + lane / 2 * kv.head_dim * 2 + lane % 2;
-  for (int d = 0; d < kv.head_dim; ++d) out[d * 2] = rounded[d];
+  to += lane / 2 * kv.head_dim * 4;
+  for (int d = 0; d < kv.head_dim; d += 16) store_halves(to + d * 4, to_bf16(load(value + d)), lane % 2);
+}
+
+// Both tokens of a pair; only for bf16.
+void write_value_pair(const float* even, const float* odd, const KVCache& kv, uint8_t* to, int lane) {
+  to += lane / 2 * kv.head_dim * 4;
+  for (int d = 0; d < kv.head_dim; d += 16) {
+    store_i32(to + d * 4, or_i32(to_bf16(load(even + d)), shift_left<16>(to_bf16(load(odd + d)))));
+  }
+}
+
+// What a token will write: a word in every line of K, and its pair of V. Fetched for writing while the token ahead of it
+// is worked on; one after the other, these misses are most of the time that a decode step's cache writes take.
+void prefetch_slot(const KVCache& kv, const Layout& at, const uint8_t* piece, int lane) {
+  const int64_t v_row = static_cast<int64_t>(kv.head_dim) * 4;
+  const uint8_t* values = piece + kv.num_kv_heads * at.head + (kv.is_bf16 ? lane / 2 : lane) * v_row;
+  for (int64_t i = 0; i < kv.num_kv_heads * at.head; i += 64) prefetch_to_write(piece + i);
+  for (int h = 0; h < kv.num_kv_heads; ++h, values += at.head) {
+    for (int64_t i = 0; i < v_row; i += 64) prefetch_to_write(values + i);
+  }
+}
+
+uint8_t* piece_of_token(const KVCache& kv, const Layout& at, int32_t layer, const Batch& batch, int64_t t) {
+  const int32_t* block_table = batch.block_tables + static_cast<int64_t>(batch.row_of_token[t]) * batch.max_blocks;
+  return piece_at(kv, at, layer, block_table, batch.positions[t]);
 }
 
 }  // namespace
@@ -99,20 +130,34 @@ void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCa
   const Layout at = layout_of(kv);
   const int64_t dim = kv.head_dim;
   const int64_t kv_heads = kv.num_kv_heads;
+  const int64_t width = (num_heads + 2 * kv_heads) * dim;
+  uint8_t* next_piece = first < last ? piece_of_token(kv, at, layer, batch, first) : nullptr;
+  if (first < last) prefetch_slot(kv, at, next_piece, batch.positions[first] % 16);
+  bool is_written = false;    // this token's values, with those of the token ahead
   for (int64_t t = first; t < last; ++t) {
     const int32_t position = batch.positions[t];
-    const float* from = qkv + t * (num_heads + 2 * kv_heads) * dim;
+    const float* from = qkv + t * width;
     const float* cos_sin = rope + position * dim;
+    uint8_t* piece = next_piece;
+    if (t + 1 < last) {
+      next_piece = piece_of_token(kv, at, layer, batch, t + 1);
+      if (next_piece != piece) prefetch_slot(kv, at, next_piece, batch.positions[t + 1] % 16);
+    }
     for (int64_t h = 0; h < num_heads; ++h) rotate(from + h * dim, cos_sin, kv.head_dim, q_out + (t * num_heads + h) * dim);
 
-    const int32_t* block_table = batch.block_tables + static_cast<int64_t>(batch.row_of_token[t]) * batch.max_blocks;
-    uint8_t* piece = piece_at(kv, at, layer, block_table, position);
+    const int lane = position % 16;
+    const float* values = from + (num_heads + kv_heads) * dim;
+    const bool is_pair = kv.is_bf16 && !is_written && lane % 2 == 0 && t + 1 < last && next_piece == piece &&
+                         batch.positions[t + 1] == position + 1;
     for (int64_t h = 0; h < kv_heads; ++h) {
-      float key[kMaxHeadDim];
+      alignas(64) float key[kMaxHeadDim];
       rotate(from + (num_heads + h) * dim, cos_sin, kv.head_dim, key);
-      write_key(key, kv, piece + h * at.head, position % 16);
-      write_value(from + (num_heads + kv_heads + h) * dim, kv, piece + (kv_heads + h) * at.head, position % 16);
+      write_key(key, kv, at, piece + h * at.head, lane);
+      uint8_t* to = piece + (kv_heads + h) * at.head;
+      if (is_pair) write_value_pair(values + h * dim, values + width + h * dim, kv, to, lane);
+      else if (!is_written) write_value(values + h * dim, kv, to, lane);
     }
+    is_written = is_pair;
   }
 }
 
