@@ -457,6 +457,57 @@ bool find_next(const Work& w, int32_t chunk_start, int32_t num_keys, bool is_las
   return find_pieces(w, w.job.next_row, 0, num_keys_of(w.batch, w.job.next_row), pieces) > 0;
 }
 
+// Whether a value of tokens [first, chunk.num_tokens) is an infinity or a NaN; it may look at the token before first.
+template <bool is_bf16>
+bool has_wild_values(const Chunk& chunk, int first, int32_t head_dim) {
+  constexpr int per_piece = is_bf16 ? 8 : 16;
+  const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
+  const i32x16 high = set1_i32(0x7f800000);
+  i32x16 worst = set1_i32(0);
+  for (int token = is_bf16 ? first / 2 * 2 : first; token < chunk.num_tokens; token += is_bf16 ? 2 : 1) {
+    const int row = is_bf16 ? token / 2 : token;
+    const uint8_t* v = chunk.v[row / per_piece] + row % per_piece * row_bytes;
+    const i32x16 exists = set1_i32(is_bf16 && token + 1 == chunk.num_tokens ? 0xffff : -1);
+    for (int64_t i = 0; i < row_bytes; i += 64) {
+      const i32x16 words = and_i32(load_i32(v + i), exists);
+      worst = max_i32(worst, and_i32(words, high));
+      if (is_bf16) worst = max_i32(worst, and_i32(shift_left<16>(words), high));
+    }
+  }
+  return reduce_max_i32(worst) == 0x7f800000;
+}
+
+// Values as a query that sees num_visible tokens may read them: what it does not see is zero, for 0 x NaN is a NaN.
+template <bool is_bf16>
+void copy_visible(const Chunk& chunk, int num_visible, int32_t head_dim, uint8_t* to) {
+  constexpr int per_piece = is_bf16 ? 8 : 16;
+  const size_t row_bytes = static_cast<size_t>(head_dim) * 4;
+  memset(to, 0, per_piece * kSubs * row_bytes);
+  for (int token = 0; token < num_visible; token += is_bf16 ? 2 : 1) {
+    const int row = is_bf16 ? token / 2 : token;
+    const uint8_t* v = chunk.v[row / per_piece] + static_cast<size_t>(row % per_piece) * row_bytes;
+    uint8_t* copy = to + static_cast<size_t>(row) * row_bytes;
+    const i32x16 seen = set1_i32(is_bf16 && token + 1 == num_visible ? 0xffff : -1);
+    for (size_t i = 0; i < row_bytes; i += 64) store_i32(copy + i, and_i32(load_i32(v + i), seen));
+  }
+}
+
+// Rows of one head, one by one, none of which may meet a value that it does not see. The bits are those of the tiles.
+template <bool is_bf16>
+__attribute__((noinline)) void attend_apart(const Work& w, const uint32_t* query, const Chunk& chunk, int first_row,
+                                            int32_t chunk_start, const State& state) {
+  alignas(64) uint8_t values[kChunk * kMaxHeadDim * 4];
+  const int64_t piece_bytes = static_cast<int64_t>(is_bf16 ? 8 : 16) * w.kv.head_dim * 4;
+  Chunk apart = chunk;
+  for (int i = 0; i < kSubs; ++i) apart.v[i] = values + i * piece_bytes;
+  for (int row = first_row; row < w.rows_per_head; ++row) {
+    int num_visible = w.first_position + row / w.group + 1 - chunk_start;
+    copy_visible<is_bf16>(chunk, num_visible < chunk.num_tokens ? num_visible : chunk.num_tokens, w.kv.head_dim, values);
+    attend_some<is_bf16, false>(1, query + row, w.rows_per_head, w.at, w.kv.head_dim, apart, &num_visible, w.scale,
+                                {state.m + row, state.l + row * 16, state.o + static_cast<int64_t>(row) * w.kv.head_dim});
+  }
+}
+
 // One head's rows [first_row, rows_per_head) against one chunk.
 template <bool is_bf16>
 void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, int32_t chunk_start) {
@@ -464,15 +515,21 @@ void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, 
   const int first_row = first_token * w.group;
   const int count = w.rows_per_head - first_row;
   const int num_tiles = (count + kMaxRows - 1) / kMaxRows;
+  const int64_t head_at = static_cast<int64_t>(head) * w.rows_per_head;
+  const State all = {w.state.m + head_at, w.state.l + head_at * 16, w.state.o + head_at * w.kv.head_dim};
+  const uint32_t* head_query = w.query + head_at * w.at.steps;
+  const int first_visible = w.first_position + first_token + 1 - chunk_start;
+  if (first_visible < chunk.num_tokens && has_wild_values<is_bf16>(chunk, first_visible, w.kv.head_dim)) {
+    return attend_apart<is_bf16>(w, head_query, chunk, first_row, chunk_start, all);
+  }
   int done = 0;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int rows = (count - done) / (num_tiles - tile);
     const int row = first_row + done;
     int num_visible[kMaxRows];
     for (int r = 0; r < rows; ++r) num_visible[r] = w.first_position + (row + r) / w.group + 1 - chunk_start;
-    const int64_t at = static_cast<int64_t>(head) * w.rows_per_head + row;
-    const State state = {w.state.m + at, w.state.l + at * 16, w.state.o + at * w.kv.head_dim};
-    const uint32_t* query = w.query + static_cast<int64_t>(head) * w.at.steps * w.rows_per_head + row;
+    const State state = {all.m + row, all.l + row * 16, all.o + static_cast<int64_t>(row) * w.kv.head_dim};
+    const uint32_t* query = head_query + row;
     if (prefetches && tile == 0) {
       attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scale, state);
     } else {
