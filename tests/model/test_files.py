@@ -6,6 +6,7 @@ import contextlib
 import json
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -24,7 +25,7 @@ from paceline.ops.dequantize import BLOCKS, dequantize
 from paceline.ops.interface import SourceTensor
 from tests.golden.make_tokenizer_goldens import packaged_gguf
 
-from . import tiny
+from . import blocks, tiny
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -62,14 +63,20 @@ def test_q_rows_come_back_in_the_checkpoints_order() -> None:
     assert np.array_equal(tiny.permuted(rows, 2)[unpermuted_rows(2, 8)], rows)
 
 
+@pytest.mark.parametrize("make", (blocks.weight_blocks, blocks.any_blocks))
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_dequantisers_equal_ggufs_to_the_bit(kind: str) -> None:
-    quantized_type = gguf.GGMLQuantizationType[kind]
-    raw = gguf.quants.quantize(np.random.default_rng(7).normal(size=(8, 64)).astype(np.float32), quantized_type)
-    expected = gguf.quants.dequantize(raw, quantized_type)
-    ours = dequantize(SourceTensor("w", 8, 64, kind, raw.view(np.uint8).reshape(8, -1)))
-    assert ours.dtype == np.float32 and ours.shape == (8, 64)
+def test_dequantisers_equal_ggufs_to_the_bit(kind: str, make: Callable[..., np.ndarray]) -> None:
+    if kind not in blocks.HALVES:
+        make = blocks.weight_blocks
+    raw = make(kind, 8, 512, seed=7)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    ours = dequantize(SourceTensor("w", 8, 512, kind, raw))
+    assert ours.dtype == np.float32 and ours.shape == (8, 512)
     assert np.array_equal(ours.view(np.uint32), np.ascontiguousarray(expected, np.float32).view(np.uint32))
+
+
+def test_block_sizes_are_ggufs() -> None:
+    assert {kind: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]) for kind in BLOCKS} == BLOCKS
 
 
 def test_bf16_of_safetensors_comes_out_as_bytes(tmp_path: Path) -> None:
@@ -143,7 +150,7 @@ def test_an_offset_past_the_end_and_an_unknown_type_are_named(gguf_path: Path, t
     entry = data.index(b"output_norm.weight") + len("output_norm.weight")     # dimension count, extent, type, offset
     with pytest.raises(ModelError, match=r"output_norm\.weight: offset 1152921504606846976"):
         read_gguf(damaged(gguf_path, tmp_path, entry + 16, struct.pack("<Q", 1 << 60)))
-    for type_id, name in ((14, "Q6_K"), (4, "number 4"), (999, "number 999")):
+    for type_id, name in ((23, "IQ4_XS"), (4, "number 4"), (999, "number 999")):
         with pytest.raises(ModelError, match=f"{name}.* is not supported; supported: F32"):
             read_gguf(damaged(gguf_path, tmp_path, entry + 12, struct.pack("<I", type_id)))
 
