@@ -85,7 +85,7 @@ def _open_gguf(path: Path) -> ModelFiles:
     return ModelFiles(
         spec, weights, tokenizer,
         ChatTemplate(template, tokenizer.special_tokens) if template is not None else None,
-        eos_token_ids, _describe(f"GGUF v{file.version} {path}", file.tensors), _gguf_hash(file))
+        eos_token_ids, _describe(f"GGUF v{file.version} {_parts(file)}", file.tensors), _gguf_hash(file))
 
 
 def _open_directory(directory: Path) -> ModelFiles:
@@ -165,8 +165,12 @@ def _describe(what: str, tensors: Mapping[str, StoredTensor]) -> str:
     return f"{what} ({', '.join(f'{count} {kind}' for kind, count in counts.most_common())})"
 
 
+def _parts(file: GGUFFile) -> str:
+    return str(file.path) if len(file.paths) == 1 else f"{file.path} and {len(file.paths) - 1} more parts"
+
+
 def _gguf_hash(file: GGUFFile) -> str:
-    return _hash([file.header_sha256, *_stamp(file.path)])
+    return _hash([file.header_sha256, *(part for path in file.paths for part in _stamp(path))])
 
 
 def _directory_hash(directory: Path, files: SafetensorsFiles) -> str:

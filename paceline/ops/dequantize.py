@@ -133,10 +133,11 @@ def _q5_k(raw: NDArray[np.uint8]) -> F32:
 
 def _q6_k(raw: NDArray[np.uint8]) -> F32:
     blocks = raw.reshape(-1, 210)    # low four bits [128], high two bits [64], scales int8 [16], d
-    d = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
+    d = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     low = _spread(blocks[:, :128], 4, width=64).reshape(-1, 16, 16)
     high = _spread(blocks[:, 128:192], 2).reshape(-1, 16, 16)
-    return d[..., None] * (low + np.float32(16) * high - np.float32(32))
+    quants: F32 = low + np.float32(16) * high - np.float32(32)
+    return np.asarray(d[..., None] * quants, np.float32)
 
 
 def _iq4_nl(raw: NDArray[np.uint8]) -> F32:

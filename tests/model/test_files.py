@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -106,6 +107,50 @@ def test_every_tensor_is_where_ggufs_reader_finds_it(gguf_path: Path) -> None:
         assert np.array_equal(file.tensors[tensor.name].raw, tensor.data.view(np.uint8).reshape(-1))
     for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "llama.block_count"):
         assert list(np.atleast_1d(file.metadata[name])) == list(np.atleast_1d(reference.fields[name].contents()))
+
+
+# ---- split GGUF
+
+@pytest.fixture
+def split_path(tmp_path: Path) -> Path:
+    tiny.write_gguf(tmp_path / "tiny.gguf", split_tensors=8)
+    return tmp_path / "tiny-00001-of-00003.gguf"
+
+
+@pytest.mark.parametrize("number", (1, 3))
+def test_any_part_of_a_split_file_opens_the_whole_model(split_path: Path, gguf_path: Path, number: int) -> None:
+    whole, split = open_model(str(gguf_path)), open_model(str(split_path.with_name(f"tiny-0000{number}-of-00003.gguf")))
+    assert split.spec == whole.spec and list(split.weights) == list(whole.weights)
+    for name in whole.weights:
+        assert np.array_equal(values(split.weights[name]), values(whole.weights[name])), name
+    assert "2 more parts" in split.source and split.model_hash == open_model(str(split_path)).model_hash
+
+
+def test_missing_renamed_and_mixed_up_parts_are_named(split_path: Path) -> None:
+    first, second, third = (split_path.with_name(f"tiny-0000{number}-of-00003.gguf") for number in (1, 2, 3))
+    second.rename(split_path.with_name("kept"))
+    with pytest.raises(ModelError, match=r"part tiny-00002-of-00003\.gguf is missing"):
+        open_model(str(first))
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(ModelError, match=r"tiny-00002.*split\.no=2: the file must be part 1 of 3"):
+        open_model(str(first))
+    data = bytearray(split_path.with_name("kept").read_bytes())
+    second.write_bytes(data[:-40])
+    with pytest.raises(ModelError, match=r"tiny-00002.*past the end of the file"):
+        open_model(str(first))
+    split_path.with_name("kept").rename(second)
+    lone = first.rename(first.with_name("lone.gguf"))
+    with pytest.raises(ModelError, match=r"lone\.gguf: split\.count=3: a part must be named NAME-00001-of-00003"):
+        open_model(str(lone))
+
+
+def test_a_tensor_in_two_parts_is_named(split_path: Path) -> None:
+    second = split_path.with_name("tiny-00002-of-00003.gguf")
+    names = [re.findall(rb"blk\.\d\.\w+\.weight", part.read_bytes()) for part in (split_path, second)]
+    ours, theirs = next((a, b) for a in names[0] for b in names[1] if len(a) == len(b))
+    second.write_bytes(second.read_bytes().replace(theirs, ours))
+    with pytest.raises(ModelError, match=r"tiny-00002.* appears in an earlier part"):
+        open_model(str(split_path))
 
 
 # ---- damaged GGUF
