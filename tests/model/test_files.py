@@ -59,6 +59,14 @@ def test_gguf_and_directory_hold_the_same_model(gguf_path: Path, hf_path: Path) 
     assert ours.chat_template.sources == theirs.chat_template.sources
 
 
+def test_a_token_that_ends_a_turn_ends_the_text_though_the_file_names_another(tmp_path: Path) -> None:
+    path = tiny.write_gguf(tmp_path / "base.gguf")
+    data = path.read_bytes()
+    at = data.index(b"tokenizer.ggml.eos_token_id") + len(b"tokenizer.ggml.eos_token_id") + 4
+    path.write_bytes(data[:at] + struct.pack("<I", 0) + data[at + 4:])
+    assert open_model(str(path)).eos_token_ids == {0, 2}      # <|endoftext|> by its id, <|im_end|> by its text
+
+
 def test_q_rows_come_back_in_the_checkpoints_order() -> None:
     rows = np.arange(2 * 8, dtype=np.float32)
     assert np.array_equal(tiny.permuted(rows, 2)[unpermuted_rows(2, 8)], rows)
