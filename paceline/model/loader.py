@@ -19,6 +19,7 @@ from .dummy import DUMMY_CHAT_TEMPLATE, DUMMY_SPECS, END_TOKEN_ID, DummyWeights,
 from .families import spec_from_config, spec_from_gguf, weights_from_config, weights_from_gguf
 from .fields import Fields, read_json_fields
 from .gguf import GGUFFile, read_gguf
+from .prequantized import plain_checkpoint
 from .safetensors import SafetensorsFiles, read_directory
 from .spec import ModelSpec, Weights
 from .stored import StoredTensor
@@ -93,15 +94,16 @@ def _open_gguf(path: Path) -> ModelFiles:
 def _open_directory(directory: Path) -> ModelFiles:
     config = read_json_fields(directory / "config.json")
     files = read_directory(directory)
-    spec = spec_from_config(config, files.tensors)
-    weights = weights_from_config(spec, files.tensors, str(directory))
+    plain_config, tensors = plain_checkpoint(config, files.tensors)
+    spec = spec_from_config(plain_config, tensors)
+    weights = weights_from_config(spec, tensors, str(directory))
     tokenizer = tokenizer_from_directory(directory)
     places = [(config, "eos_token_id")]
     if (directory / "generation_config.json").exists():
         places.append((read_json_fields(directory / "generation_config.json"), "eos_token_id"))
     eos_token_ids = _eos_token_ids(places, tokenizer, spec)
     return ModelFiles(spec, weights, tokenizer, _directory_template(directory, tokenizer), eos_token_ids,
-                      _describe(f"safetensors {directory}", files.tensors), _directory_hash(directory, files))
+                      _describe(f"safetensors {directory}", tensors), _directory_hash(directory, files))
 
 
 def _open_dummy(name: str) -> ModelFiles:
