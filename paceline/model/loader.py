@@ -19,6 +19,7 @@ from .dummy import DUMMY_CHAT_TEMPLATE, DUMMY_SPECS, END_TOKEN_ID, DummyWeights,
 from .families import spec_from_config, spec_from_gguf, weights_from_config, weights_from_gguf
 from .fields import Fields, read_json_fields
 from .gguf import GGUFFile, read_gguf
+from .hub import fetch, is_hub_id
 from .prequantized import plain_checkpoint
 from .safetensors import SafetensorsFiles, read_directory
 from .spec import ModelSpec, Weights
@@ -45,23 +46,26 @@ class ModelFiles:
     model_hash: str
 
 
-def open_model(name: str) -> ModelFiles:
-    """MODEL of the command line: smollm2, a .gguf file, a directory, or dummy:NAME. ModelError for anything else and
-    for every file that cannot be served."""
+def open_model(name: str, revision: str | None = None) -> ModelFiles:
+    """MODEL of the command line: smollm2, a .gguf file, a directory, a hub id, or dummy:NAME. ModelError for anything
+    else and for every file that cannot be served. revision is for hub ids."""
+    path = Path(name).expanduser()
+    is_local = name in PACKAGED_MODELS or name.startswith(DUMMY_PREFIX) or path.exists()
+    if not is_local and is_hub_id(name):
+        path = fetch(name, revision)
+    elif revision is not None:
+        raise ModelError(f"revision={revision!r}: model {name!r} is not a hub id")
     if name in PACKAGED_MODELS:
         return _open_gguf(_packaged_file(name))
     if name.startswith(DUMMY_PREFIX):
         return _open_dummy(name.removeprefix(DUMMY_PREFIX))
-    path = Path(name).expanduser()
     if path.is_dir():
         return _open_directory(path)
     if path.is_file():
         return _open_gguf(path)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
-        raise ModelError(f"model {name!r}: no such directory, and downloads from the hub are not available; fetch it "
-                         f"with `hf download {name} --local-dir DIR` and pass DIR")
     raise ModelError(f"model {name!r}: no such file or directory; MODEL is one of {', '.join(PACKAGED_MODELS)}, a "
-                     f".gguf file, a directory, or {DUMMY_PREFIX} and one of {', '.join(DUMMY_SPECS)}")
+                     ".gguf file, a directory, a hub id (owner/name or owner/name:FILE.gguf), or "
+                     f"{DUMMY_PREFIX} and one of {', '.join(DUMMY_SPECS)}")
 
 
 def _packaged_file(name: str) -> Path:
