@@ -109,14 +109,14 @@ class Engine:
 
 
 @lru_cache(maxsize=1)
-def opened(name: str) -> ModelFiles:
+def opened(name: str, revision: str | None = None) -> ModelFiles:
     """The model's files; the engine and its front share them when they share a process."""
-    return open_model(name)
+    return open_model(name, revision)
 
 
 def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
     """Packs the weights. progress is told (bytes done, bytes in all)."""
-    files = opened(config.model)
+    files = opened(config.model, config.revision)
     limit = files.spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
@@ -179,8 +179,8 @@ def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: Schedul
                  fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
 
 
-def served_model(name: str, ready: Ready) -> ServedModel:
-    files = opened(name)
+def served_model(name: str, ready: Ready, revision: str | None = None) -> ServedModel:
+    files = opened(name, revision)
     return ServedModel(
         tokenizer=files.tokenizer, chat_template=files.chat_template, max_model_len=ready.max_model_len,
         eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint, reads_priority=ready.reads_priority,
@@ -199,13 +199,14 @@ def draw_seed() -> int:
 
 
 def build_llm(config: EngineConfig) -> llm_module.LLM:
-    return llm_around(load_engine(config), config.model.model)
+    return llm_around(load_engine(config), config.model.model, config.model.revision)
 
 
-def llm_around(engine: Engine, model_name: str) -> llm_module.LLM:
+def llm_around(engine: Engine, model_name: str, revision: str | None = None) -> llm_module.LLM:
     for text in engine.ready.notices:
         notice(text)
-    return llm_module.LLM(engine.core, served_model(model_name, engine.ready), WallClock(), draw_seed, engine.close)
+    served = served_model(model_name, engine.ready, revision)
+    return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
 def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
@@ -215,7 +216,8 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
     transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
-    return AsyncEngine(transport, partial(served_model, config.model.model), server.max_queue)
+    return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
+                       server.max_queue)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
@@ -223,7 +225,7 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
 
     check_names(config)
-    opened(config.model.model)
+    opened(config.model.model, config.model.revision)
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)

@@ -42,7 +42,9 @@ def _check_one(declared: Field[Any], value: Any) -> None:
 class ModelConfig:
     """What to serve and in which numbers."""
 
-    model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, or dummy:NAME", flag=False)
+    model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, a hub id (owner/name or "
+                      "owner/name:FILE.gguf), or dummy:NAME", flag=False)
+    revision: str | None = knob(None, "branch, tag or commit of a hub id; default: its main branch")
     dtype: str = knob("auto", "packed form of the weights; auto: the source's own", choices=("auto", *WEIGHT_FORMS))
     kv_dtype: str = knob("bf16", "number format of keys and values in the cache", choices=KV_DTYPES)
     max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's limit", least=2)

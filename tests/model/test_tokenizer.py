@@ -16,7 +16,8 @@ from tokenizers import processors
 from paceline.errors import ModelError, RequestError
 from paceline.model.fields import Fields
 from paceline.model.loader import open_model
-from paceline.model.tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from paceline.model.tokenizer import Tokenizer, tokenizer_from_directory
+from paceline.model.tokenizer_gguf import tokenizer_from_gguf
 
 from . import tiny
 
@@ -80,7 +81,7 @@ def test_many_threads_get_the_same_ids(smollm2: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("pre", "llama-bpe-9", "tokenizer.ggml.pre='llama-bpe-9': unknown; supported: gpt-2, smollm"),
-    ("pre", None, "tokenizer.ggml.pre is missing"), ("model", "llama", "only 'gpt2'"),
+    ("pre", None, "tokenizer.ggml.pre is missing"), ("model", "t5", "supported: gpt2, llama"),
     ("tokens", [*tiny.TOKENS[:-1], "he"], "1 duplicates"), ("tokens", 5, "array of strings"),
     ("merges", ["he llo"], "merges: "), ("merges", ["hello"], r"merges\[0\] 'hello' is not a pair"),
     ("merges", ["a b c"], "is not a pair"), ("token_type", None, "token_type"),
