@@ -56,8 +56,9 @@ uint8_t* piece_at(const KVCache& kv, const Layout& at, int32_t layer, const int3
 
 // ---------------------------------------------------------------------------------------------------- rope, cache write
 
-void rotate(const float* x, const float* cos_sin, int32_t head_dim, float* out) {
-  const int half = head_dim / 2;
+// The first rotary_dim values turn in pairs (i, i + rotary_dim / 2); the rest of the head stays as it is.
+void rotate(const float* x, const float* cos_sin, int32_t rotary_dim, int32_t head_dim, float* out) {
+  const int half = rotary_dim / 2;
   int i = 0;
   for (; i + 16 <= half; i += 16) {    // whole vectors: a masked store is not forwarded to the loads that soon follow
     const f32x16 low = load(x + i), high = load(x + half + i);
@@ -72,6 +73,7 @@ void rotate(const float* x, const float* cos_sin, int32_t head_dim, float* out) 
     store_first(out + i, sub(mul(low, cosine), mul(high, sine)), n);
     store_first(out + half + i, add(mul(high, cosine), mul(low, sine)), n);
   }
+  if (rotary_dim < head_dim) memcpy(out + rotary_dim, x + rotary_dim, static_cast<size_t>(head_dim - rotary_dim) * 4);
 }
 
 // One key, rounded if the cache is: a 32-bit word for each vector of K.
@@ -125,7 +127,7 @@ uint8_t* piece_of_token(const KVCache& kv, const Layout& at, int32_t layer, cons
 
 }  // namespace
 
-void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
+void rope_write_kv(const float* qkv, const float* rope, int32_t rotary_dim, float* q_out, const KVCache& kv, int32_t layer,
                    int32_t num_heads, const Batch& batch, int64_t first, int64_t last) {
   const Layout at = layout_of(kv);
   const int64_t dim = kv.head_dim;
@@ -137,13 +139,15 @@ void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCa
   for (int64_t t = first; t < last; ++t) {
     const int32_t position = batch.positions[t];
     const float* from = qkv + t * width;
-    const float* cos_sin = rope + position * dim;
+    const float* cos_sin = rotary_dim > 0 ? rope + static_cast<int64_t>(position) * rotary_dim : nullptr;
     uint8_t* piece = next_piece;
     if (t + 1 < last) {
       next_piece = piece_of_token(kv, at, layer, batch, t + 1);
       if (next_piece != piece) prefetch_slot(kv, at, next_piece, batch.positions[t + 1] % 16);
     }
-    for (int64_t h = 0; h < num_heads; ++h) rotate(from + h * dim, cos_sin, kv.head_dim, q_out + (t * num_heads + h) * dim);
+    for (int64_t h = 0; h < num_heads; ++h) {
+      rotate(from + h * dim, cos_sin, rotary_dim, kv.head_dim, q_out + (t * num_heads + h) * dim);
+    }
 
     const int lane = position % 16;
     const float* values = from + (num_heads + kv_heads) * dim;
@@ -151,7 +155,7 @@ void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCa
                          batch.positions[t + 1] == position + 1;
     for (int64_t h = 0; h < kv_heads; ++h) {
       alignas(64) float key[kMaxHeadDim];
-      rotate(from + (num_heads + h) * dim, cos_sin, kv.head_dim, key);
+      rotate(from + (num_heads + h) * dim, cos_sin, rotary_dim, kv.head_dim, key);
       write_key(key, kv, at, piece + h * at.head, lane);
       uint8_t* to = piece + (kv_heads + h) * at.head;
       if (is_pair) write_value_pair(values + h * dim, values + width + h * dim, kv, to, lane);
@@ -211,6 +215,16 @@ template <bool is_bf16> PL_INLINE f32x16 accumulate(f32x16 acc, i32x16 vector, i
   return fma(as_f32(vector), as_f32(word), acc);
 }
 PL_INLINE i32x16 broadcast(const void* at) { int32_t word; memcpy(&word, at, 4); return set1_i32(word); }
+
+// What turns a dot product s into a score in units of log 2: s * scale, or with a softcap softcap * tanh(s * scale / softcap),
+// scale then being without the log 2.
+struct Scoring { float scale, softcap; };
+
+// Scores become capped scores, in units of log 2. Apart from soften() so that models without a cap pay nothing for it.
+__attribute__((noinline)) void cap_scores(float* scores, int count, const Scoring& scoring) {
+  const f32x16 inner = set1(scoring.scale / scoring.softcap), outer = set1(scoring.softcap * 1.4426950408889634f);
+  for (int i = 0; i < count; i += 16) store(scores + i, mul(tanh(mul(load(scores + i), inner)), outer));
+}
 
 // The running softmax of one query head inside a segment.
 struct State {
@@ -357,7 +371,7 @@ PL_INLINE void soften(const float* scores, float scale, const int* num_visible, 
 
 template <bool is_bf16, int rows, bool prefetches>
 __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim,
-                                           const Chunk& chunk, const int* num_visible, float scale, const State& state) {
+                                           const Chunk& chunk, const int* num_visible, const Scoring& scoring, const State& state) {
   alignas(64) float scores[rows * kChunk];
   alignas(64) uint8_t p[rows * kWordBytes];
   alignas(64) float alpha[16];
@@ -374,7 +388,8 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
       }
     }
   }
-  soften<is_bf16, rows>(scores, scale, num_visible, p, state.m, state.l, alpha);
+  if (scoring.softcap > 0.0f) cap_scores(scores, rows * kChunk, scoring);
+  soften<is_bf16, rows>(scores, scoring.softcap > 0.0f ? 1.0f : scoring.scale, num_visible, p, state.m, state.l, alpha);
   const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
   int32_t d = 0;
   for (; d + 16 * kValueVecs <= head_dim; d += 16 * kValueVecs) {
@@ -385,17 +400,17 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
 
 template <bool is_bf16, bool prefetches>
 void attend_some(int rows, const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim, const Chunk& chunk,
-                 const int* num_visible, float scale, const State& state) {
+                 const int* num_visible, const Scoring& scoring, const State& state) {
   switch (rows) {
-    case 1: return attend_rows<is_bf16, 1, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
-    case 2: return attend_rows<is_bf16, 2, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
+    case 1: return attend_rows<is_bf16, 1, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 2: return attend_rows<is_bf16, 2, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
 #if !defined(PACELINE_ISA_PORTABLE)
-    case 3: return attend_rows<is_bf16, 3, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
-    case 4: return attend_rows<is_bf16, 4, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
+    case 3: return attend_rows<is_bf16, 3, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 4: return attend_rows<is_bf16, 4, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
 #endif
 #if defined(PACELINE_ISA_AVX512)
-    case 5: return attend_rows<is_bf16, 5, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
-    case 6: return attend_rows<is_bf16, 6, prefetches>(query, stride, at, head_dim, chunk, num_visible, scale, state);
+    case 5: return attend_rows<is_bf16, 5, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 6: return attend_rows<is_bf16, 6, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
 #endif
     default: return;
   }
@@ -408,7 +423,7 @@ struct Work {
   const AttendJob& job;
   Layout at;
   int32_t layer, num_heads, group, num_tokens, rows_per_head, num_rows, first_position;
-  float scale;
+  Scoring scoring;
   State state;
   uint32_t* query;      // [KV head][step][rows_per_head]
 };
@@ -503,7 +518,7 @@ __attribute__((noinline)) void attend_apart(const Work& w, const uint32_t* query
   for (int row = first_row; row < w.rows_per_head; ++row) {
     int num_visible = w.first_position + row / w.group + 1 - chunk_start;
     copy_visible<is_bf16>(chunk, num_visible < chunk.num_tokens ? num_visible : chunk.num_tokens, w.kv.head_dim, values);
-    attend_some<is_bf16, false>(1, query + row, w.rows_per_head, w.at, w.kv.head_dim, apart, &num_visible, w.scale,
+    attend_some<is_bf16, false>(1, query + row, w.rows_per_head, w.at, w.kv.head_dim, apart, &num_visible, w.scoring,
                                 {state.m + row, state.l + row * 16, state.o + static_cast<int64_t>(row) * w.kv.head_dim});
   }
 }
@@ -531,9 +546,9 @@ void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, 
     const State state = {all.m + row, all.l + row * 16, all.o + static_cast<int64_t>(row) * w.kv.head_dim};
     const uint32_t* query = head_query + row;
     if (prefetches && tile == 0) {
-      attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scale, state);
+      attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
     } else {
-      attend_some<is_bf16, false>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scale, state);
+      attend_some<is_bf16, false>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
     }
     done += rows;
   }
@@ -620,8 +635,8 @@ void take_segment(const Work& w, int32_t segment, float* total_m, float* total_l
 
 }  // namespace
 
-void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
-            const AttendJob& job, float* out, float* partials) {
+void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, float softcap,
+            const Batch& batch, const AttendJob& job, float* out, float* partials) {
   alignas(64) float m[kMaxQueries];
   alignas(64) float l[kMaxQueries * 16];
   alignas(64) float o[kMaxQueries * kMaxHeadDim];
@@ -636,7 +651,7 @@ void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads,
   // Scores are kept in units of log 2, so that probabilities are powers of two.
   const Work w = {kv, batch, job, layout_of(kv), layer, num_heads, group, num_tokens, rows_per_head,
                   rows_per_head * (job.last_head - job.first_head), batch.positions[job.first],
-                  scale * 1.4426950408889634f, {m, l, o}, query};
+                  {softcap > 0.0f ? scale : scale * 1.4426950408889634f, softcap}, {m, l, o}, query};
   gather_queries(w, q);
 
   const int32_t num_keys = batch.positions[job.last - 1] + 1;

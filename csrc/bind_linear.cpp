@@ -197,7 +197,62 @@ Out<float> rms_norm(const std::string& path, nb::object x_given, nb::object weig
   return out;
 }
 
-Out<float> silu_mul(const std::string& path, nb::object gate_up_given) {
+Out<float> layer_norm(const std::string& path, nb::object x_given, nb::object weight_given, nb::object bias_given, float eps) {
+  const KernelTable& table = find_table(path);
+  const auto x = float_rows("x", x_given);
+  const auto weight = float_vector("weight", weight_given);
+  const int64_t width = static_cast<int64_t>(x.shape(1));
+  check_width("weight", static_cast<int64_t>(weight.shape(0)), width);
+  In<float, 1> bias;
+  if (!bias_given.is_none()) {
+    bias = float_vector("bias", bias_given);
+    check_width("bias", static_cast<int64_t>(bias.shape(0)), width);
+  }
+  Out<float> out = make_array<float>({x.shape(0), x.shape(1)});
+  float* to = out.data();
+  const float* bias_at = bias_given.is_none() ? nullptr : bias.data();
+  nb::gil_scoped_release unlocked;
+  table.layer_norm(x.data(), weight.data(), bias_at, eps, to, width, 0, static_cast<int64_t>(x.shape(0)));
+  return out;
+}
+
+// A verb that changes its rows in place, on a copy.
+template <class F> Out<float> changed(nb::object x_given, F f) {
+  const auto x = float_rows("x", x_given);
+  Out<float> out = make_array<float>({x.shape(0), x.shape(1)});
+  float* to = out.data();
+  nb::gil_scoped_release unlocked;
+  std::copy_n(x.data(), x.size(), to);
+  f(to, static_cast<int64_t>(x.shape(1)), static_cast<int64_t>(x.shape(0)));
+  return out;
+}
+
+Out<float> rms_norm_slices(const std::string& path, nb::object x_given, nb::object weight_given, float eps,
+                           int64_t first_column, int64_t num_slices) {
+  const KernelTable& table = find_table(path);
+  const auto weight = float_vector("weight", weight_given);
+  const int64_t width = static_cast<int64_t>(weight.shape(0));
+  const int64_t row_width = static_cast<int64_t>(float_rows("x", x_given).shape(1));
+  if (width < 1 || first_column < 0 || num_slices < 0 || first_column + num_slices * width > row_width) {
+    refuse("num_slices: the slices do not fit x");
+  }
+  return changed(x_given, [&](float* to, int64_t stride, int64_t rows) {
+    table.rms_norm_slices(to, weight.data(), eps, stride, first_column, width, num_slices, 0, rows);
+  });
+}
+
+Out<float> scale(const std::string& path, nb::object x_given, float factor) {
+  const KernelTable& table = find_table(path);
+  return changed(x_given, [&](float* to, int64_t width, int64_t rows) { table.scale(to, factor, width, 0, rows); });
+}
+
+Out<float> softcap(const std::string& path, nb::object x_given, float cap) {
+  const KernelTable& table = find_table(path);
+  return changed(x_given, [&](float* to, int64_t width, int64_t rows) { table.softcap(to, cap, width, 0, rows); });
+}
+
+// silu_mul or gelu_tanh_mul.
+template <auto KernelTable::* verb> Out<float> gated(const std::string& path, nb::object gate_up_given) {
   const KernelTable& table = find_table(path);
   const auto gate_up = float_rows("gate_up", gate_up_given);
   if (gate_up.shape(1) % 2 != 0) refuse("gate_up: needs an even width");
@@ -205,11 +260,11 @@ Out<float> silu_mul(const std::string& path, nb::object gate_up_given) {
   Out<float> out = make_array<float>({gate_up.shape(0), inner});
   float* to = out.data();
   nb::gil_scoped_release unlocked;
-  table.silu_mul(gate_up.data(), to, static_cast<int64_t>(inner), 0, static_cast<int64_t>(gate_up.shape(0)));
+  (table.*verb)(gate_up.data(), to, static_cast<int64_t>(inner), 0, static_cast<int64_t>(gate_up.shape(0)));
   return out;
 }
 
-Out<float> add(const std::string& path, nb::object x_given, nb::object y_given) {
+Out<float> add(const std::string& path, nb::object x_given, nb::object y_given, float scale) {
   const KernelTable& table = find_table(path);
   const auto x = float_rows("x", x_given), y = float_rows("y", y_given);
   check_width("y", static_cast<int64_t>(y.shape(1)), static_cast<int64_t>(x.shape(1)));
@@ -218,7 +273,7 @@ Out<float> add(const std::string& path, nb::object x_given, nb::object y_given) 
   float* to = out.data();
   nb::gil_scoped_release unlocked;
   std::copy_n(x.data(), x.size(), to);
-  table.add(to, y.data(), static_cast<int64_t>(x.shape(1)), 0, static_cast<int64_t>(x.shape(0)));
+  table.add(to, y.data(), scale, static_cast<int64_t>(x.shape(1)), 0, static_cast<int64_t>(x.shape(0)));
   return out;
 }
 
@@ -289,8 +344,13 @@ void bind_linear(nb::module_& m) {
   m.def("linear_into", &linear_into, "path"_a, "packed"_a, "x"_a, "out"_a.noconvert());
   m.def("embed", &embed, "path"_a, "packed"_a, "ids"_a);
   m.def("rms_norm", &rms_norm, "path"_a, "x"_a, "weight"_a, "eps"_a);
-  m.def("silu_mul", &silu_mul, "path"_a, "gate_up"_a);
-  m.def("add", &add, "path"_a, "x"_a, "y"_a);
+  m.def("layer_norm", &layer_norm, "path"_a, "x"_a, "weight"_a, "bias"_a.none(), "eps"_a);
+  m.def("rms_norm_slices", &rms_norm_slices, "path"_a, "x"_a, "weight"_a, "eps"_a, "first_column"_a, "num_slices"_a);
+  m.def("silu_mul", &gated<&KernelTable::silu_mul>, "path"_a, "gate_up"_a);
+  m.def("gelu_tanh_mul", &gated<&KernelTable::gelu_tanh_mul>, "path"_a, "gate_up"_a);
+  m.def("add", &add, "path"_a, "x"_a, "y"_a, "scale"_a = 1.0f);
+  m.def("scale", &paceline::scale, "path"_a, "x"_a, "factor"_a);
+  m.def("softcap", &softcap, "path"_a, "x"_a, "cap"_a);
   m.def("exp", &exp_of, "path"_a, "x"_a);
   m.def("quantize", &quantize, "path"_a, "x"_a, "(q, scale, sum): what int8 and int4 kernels make of their input.");
   m.def("round_bf16", &round_bf16, "path"_a, "x"_a, "What the bf16 kernel makes of its input, as raw bits.");

@@ -1,4 +1,4 @@
-// Verbs that touch a row at a time: embed, rms_norm, silu_mul, add, and prepare (a linear's input rows).
+// Verbs that touch a row at a time: embed, norms, activations, add, scale, softcap, and prepare (a linear's input rows).
 #include "simd.h"
 #include "units.h"
 
@@ -94,26 +94,73 @@ void embed(const Weight& w, const int32_t* token_ids, float* out, int64_t first,
   }
 }
 
-void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last) {
+namespace {
+
+int lanes_at(int64_t i, int64_t width) { return static_cast<int>(width - i < 16 ? width - i : 16); }
+
+// Applies f to every vector of [begin, end) of x, and to what is left of the last one.
+template <class F> PL_INLINE void update(float* x, int64_t begin, int64_t end, F f) {
+  const int64_t whole = begin + (end - begin) / 16 * 16;
+  for (int64_t i = begin; i < whole; i += 16) store(x + i, f(load(x + i)));
+  const int rest = static_cast<int>(end - whole);
+  if (rest > 0) store_first(x + whole, f(load_first(x + whole, rest)), rest);
+}
+
+// One row; out may be x.
+void rms_norm_row(const float* from, const float* weight, float eps, float* to, int64_t width) {
   const int64_t whole = width / 16 * 16;
   const int rest = static_cast<int>(width - whole);
+  f32x16 squares = zero();
+  for (int64_t i = 0; i < whole; i += 16) {
+    const f32x16 v = load(from + i);
+    squares = fma(v, v, squares);
+  }
+  if (rest > 0) {
+    const f32x16 v = load_first(from + whole, rest);
+    squares = fma(v, v, squares);
+  }
+  const f32x16 factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(width) + eps));
+  for (int64_t i = 0; i < whole; i += 16) store(to + i, mul(mul(load(from + i), factor), load(weight + i)));
+  if (rest > 0) {
+    store_first(to + whole, mul(mul(load_first(from + whole, rest), factor), load_first(weight + whole, rest)), rest);
+  }
+}
+
+// Lanes past a row's end must add nothing to the squares, so they are masked after the mean is taken off.
+void layer_norm_row(const float* from, const float* weight, const float* bias, float eps, float* to, int64_t width) {
+  f32x16 sum = zero();
+  for (int64_t i = 0; i < width; i += 16) sum = add(sum, load_first(from + i, lanes_at(i, width)));
+  const f32x16 mean = set1(reduce_add(sum) / static_cast<float>(width));
+  f32x16 squares = zero();
+  for (int64_t i = 0; i < width; i += 16) {
+    const int n = lanes_at(i, width);
+    const f32x16 v = select(first_lanes(n), sub(load_first(from + i, n), mean), zero());
+    squares = fma(v, v, squares);
+  }
+  const f32x16 factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(width) + eps));
+  for (int64_t i = 0; i < width; i += 16) {
+    const int n = lanes_at(i, width);
+    const f32x16 normed = mul(mul(sub(load_first(from + i, n), mean), factor), load_first(weight + i, n));
+    store_first(to + i, bias == nullptr ? normed : add(normed, load_first(bias + i, n)), n);
+  }
+}
+
+}  // namespace
+
+void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) rms_norm_row(x + row * width, weight, eps, out + row * width, width);
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t width, int64_t first,
+                int64_t last) {
+  for (int64_t row = first; row < last; ++row) layer_norm_row(x + row * width, weight, bias, eps, out + row * width, width);
+}
+
+void rms_norm_slices(float* x, const float* weight, float eps, int64_t stride, int64_t first_column, int64_t width,
+                     int64_t num_slices, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
-    const float* from = x + row * width;
-    float* to = out + row * width;
-    f32x16 squares = zero();
-    for (int64_t i = 0; i < whole; i += 16) {
-      const f32x16 v = load(from + i);
-      squares = fma(v, v, squares);
-    }
-    if (rest > 0) {
-      const f32x16 v = load_first(from + whole, rest);
-      squares = fma(v, v, squares);
-    }
-    const f32x16 factor = set1(1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(width) + eps));
-    for (int64_t i = 0; i < whole; i += 16) store(to + i, mul(mul(load(from + i), factor), load(weight + i)));
-    if (rest > 0) {
-      store_first(to + whole, mul(mul(load_first(from + whole, rest), factor), load_first(weight + whole, rest)), rest);
-    }
+    float* at = x + row * stride + first_column;
+    for (int64_t slice = 0; slice < num_slices; ++slice, at += width) rms_norm_row(at, weight, eps, at, width);
   }
 }
 
@@ -123,24 +170,51 @@ PL_INLINE f32x16 silu_times(f32x16 gate, f32x16 up) {
   return mul(div(gate, add(set1(1.0f), exp(negative))), up);
 }
 
-void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last) {
+// gelu_tanh(g) = g (1 + tanh u) / 2 = g / (1 + e^-2u) with u = sqrt(2 / pi) (g + 0.044715 g^3).
+PL_INLINE f32x16 gelu_tanh_times(f32x16 gate, f32x16 up) {
+  const f32x16 cubic = fma(mul(gate, gate), set1(0.044715f), set1(1.0f));
+  const f32x16 exponent = mul(mul(gate, cubic), set1(-1.5957691216057308f));
+  return mul(div(gate, add(set1(1.0f), exp(exponent))), up);
+}
+
+template <class F>
+PL_INLINE void gated(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last, F f) {
   const int64_t whole = inner / 16 * 16;
   const int rest = static_cast<int>(inner - whole);
   for (int64_t row = first; row < last; ++row) {
     const float* gate = gate_up + row * 2 * inner;
     const float* up = gate + inner;
     float* to = out + row * inner;
-    for (int64_t i = 0; i < whole; i += 16) store(to + i, silu_times(load(gate + i), load(up + i)));
-    if (rest > 0) store_first(to + whole, silu_times(load_first(gate + whole, rest), load_first(up + whole, rest)), rest);
+    for (int64_t i = 0; i < whole; i += 16) store(to + i, f(load(gate + i), load(up + i)));
+    if (rest > 0) store_first(to + whole, f(load_first(gate + whole, rest), load_first(up + whole, rest)), rest);
   }
 }
 
-void add_rows(float* x, const float* y, int64_t width, int64_t first, int64_t last) {
+void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last) {
+  gated(gate_up, out, inner, first, last, [](f32x16 gate, f32x16 up) { return silu_times(gate, up); });
+}
+
+void gelu_tanh_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last) {
+  gated(gate_up, out, inner, first, last, [](f32x16 gate, f32x16 up) { return gelu_tanh_times(gate, up); });
+}
+
+void add_rows(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last) {
   const int64_t begin = first * width, end = last * width;
   const int64_t whole = begin + (end - begin) / 16 * 16;
-  for (int64_t i = begin; i < whole; i += 16) store(x + i, add(load(x + i), load(y + i)));
+  const f32x16 factor = set1(scale);    // 1 changes no bit
+  for (int64_t i = begin; i < whole; i += 16) store(x + i, add(load(x + i), mul(load(y + i), factor)));
   const int rest = static_cast<int>(end - whole);
-  if (rest > 0) store_first(x + whole, add(load_first(x + whole, rest), load_first(y + whole, rest)), rest);
+  if (rest > 0) {
+    store_first(x + whole, add(load_first(x + whole, rest), mul(load_first(y + whole, rest), factor)), rest);
+  }
+}
+
+void scale_rows(float* x, float factor, int64_t width, int64_t first, int64_t last) {
+  update(x, first * width, last * width, [=](f32x16 v) { return mul(v, set1(factor)); });
+}
+
+void softcap_rows(float* x, float cap, int64_t width, int64_t first, int64_t last) {
+  update(x, first * width, last * width, [=](f32x16 v) { return mul(tanh(div(v, set1(cap))), set1(cap)); });
 }
 
 void exp_values(const float* x, float* out, int64_t count) {

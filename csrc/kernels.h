@@ -106,8 +106,16 @@ struct KernelTable {
   // elementwise.cpp: rows [first, last)
   void (*embed)(const Weight& w, const int32_t* token_ids, float* out, int64_t first, int64_t last);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t width,
+                     int64_t first, int64_t last);    // bias may be null
+  // In place: slices of `width` values in each row, from first_column on, each divided by its own root mean square.
+  void (*rms_norm_slices)(float* x, const float* weight, float eps, int64_t stride, int64_t first_column, int64_t width,
+                          int64_t num_slices, int64_t first, int64_t last);
   void (*silu_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
-  void (*add)(float* x, const float* y, int64_t width, int64_t first, int64_t last);
+  void (*gelu_tanh_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
+  void (*add)(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last);    // x += scale * y
+  void (*scale)(float* x, float factor, int64_t width, int64_t first, int64_t last);
+  void (*softcap)(float* x, float cap, int64_t width, int64_t first, int64_t last);    // x = cap * tanh(x / cap)
   void (*exp)(const float* x, float* out, int64_t count);    // what softmax and silu use, for tests
   void (*prepare)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 
@@ -116,12 +124,13 @@ struct KernelTable {
                  int64_t first_row, int64_t last_row, int64_t first_strip, int64_t last_strip);
 
   // attention.cpp: tokens [first, last)
-  void (*rope_write_kv)(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
-                        int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
+  // rope [position][rotary_dim]; the first rotary_dim dims of a head are rotated, none when it is 0.
+  void (*rope_write_kv)(const float* qkv, const float* rope, int32_t rotary_dim, float* q_out, const KVCache& kv,
+                        int32_t layer, int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
   // out [token][num_heads][head_dim]; partials [token of the job][num_heads][partial_segments][kPartialHead + head_dim] or
-  // null. A row's query tokens have consecutive positions.
-  void (*attend)(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
-                 const AttendJob& job, float* out, float* partials);
+  // null. A row's query tokens have consecutive positions. Scores s become softcap * tanh(s / softcap) unless it is 0.
+  void (*attend)(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, float softcap,
+                 const Batch& batch, const AttendJob& job, float* out, float* partials);
   // Heads [first_head, last_head) of one token: partials [head][partial_segments][...] -> out [head][head_dim].
   void (*merge_segments)(const float* partials, int32_t partial_segments, int32_t num_segments, int32_t head_dim,
                          int32_t first_head, int32_t last_head, float* out);

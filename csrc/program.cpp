@@ -10,9 +10,11 @@ namespace {
 
 const std::map<std::string, Verb>& verbs() {
   static const std::map<std::string, Verb> table = {
-      {"embed", Verb::embed}, {"rms_norm", Verb::rms_norm}, {"linear", Verb::linear},
-      {"rope_write_kv", Verb::rope_write_kv}, {"paged_attention", Verb::paged_attention}, {"silu_mul", Verb::silu_mul},
-      {"add", Verb::add}, {"select_wanted", Verb::select_wanted}, {"sample", Verb::sample},
+      {"embed", Verb::embed}, {"rms_norm", Verb::rms_norm}, {"layer_norm", Verb::layer_norm},
+      {"rms_norm_slices", Verb::rms_norm_slices}, {"linear", Verb::linear}, {"rope_write_kv", Verb::rope_write_kv},
+      {"paged_attention", Verb::paged_attention}, {"silu_mul", Verb::silu_mul}, {"gelu_tanh_mul", Verb::gelu_tanh_mul},
+      {"add", Verb::add}, {"scale", Verb::scale}, {"softcap", Verb::softcap}, {"select_wanted", Verb::select_wanted},
+      {"sample", Verb::sample},
   };
   return table;
 }
@@ -148,12 +150,17 @@ class Compiler {
   void add_node(const NodeReader& node) {
     switch (node.verb()) {
       case Verb::embed: return embed(node);
-      case Verb::rms_norm: return rms_norm(node);
+      case Verb::rms_norm: return norm(node, Verb::rms_norm, 1);
+      case Verb::layer_norm: return norm(node, Verb::layer_norm, 2);
+      case Verb::rms_norm_slices: return rms_norm_slices(node);
       case Verb::linear: return linear(node);
       case Verb::rope_write_kv: return rope_write_kv(node);
       case Verb::paged_attention: return paged_attention(node);
-      case Verb::silu_mul: return silu_mul(node);
+      case Verb::silu_mul: return gated(node, Verb::silu_mul);
+      case Verb::gelu_tanh_mul: return gated(node, Verb::gelu_tanh_mul);
       case Verb::add: return add(node);
+      case Verb::scale: return in_place(node, Verb::scale, "factor");
+      case Verb::softcap: return in_place(node, Verb::softcap, "cap");
       case Verb::select_wanted: return select_wanted(node);
       case Verb::sample: return sample(node);
       case Verb::prepare: return;
@@ -172,15 +179,46 @@ class Compiler {
     add_row_step(step);
   }
 
-  void rms_norm(const NodeReader& node) {
-    node.shape(1, true, 1, 1, {"eps"});
-    Step step{Verb::rms_norm};
+  void norm(const NodeReader& node, Verb verb, size_t max_weights) {
+    node.shape(1, true, 1, max_weights, {"eps"});
+    Step step{verb};
     step.in = node.input(0);
     step.out = node.output();
     same_rows(node, step);
     node.width(step.out, node.spec_of(step.in).width);
     step.array = node.vector(0, node.spec_of(step.in).width);
+    if (node.num_weights() > 1) step.bias = node.vector(1, node.spec_of(step.in).width);
     step.eps = static_cast<float>(node.attr("eps"));
+    add_row_step(step);
+  }
+
+  void rms_norm_slices(const NodeReader& node) {
+    node.shape(1, true, 1, 1, {"eps", "first_column", "num_slices"});
+    Step step{Verb::rms_norm_slices};
+    step.in = node.input(0);
+    step.out = node.output();
+    node.require(step.in == step.out, "its output must be its input");
+    step.width = node.weight(0, false).columns;
+    step.array = node.vector(0, step.width);
+    step.eps = static_cast<float>(node.attr("eps"));
+    step.out_column = static_cast<int64_t>(node.attr("first_column"));
+    step.count = static_cast<int64_t>(node.attr("num_slices"));
+    const int64_t width = node.spec_of(step.out).width;
+    node.require(step.width > 0 && step.out_column >= 0 && step.count >= 0 && step.out_column <= width &&
+                     step.count <= (width - step.out_column) / step.width,
+                 text(step.count) + " slices of " + text(step.width) + " from column " + text(step.out_column) +
+                     " do not fit buffer " + text(node.spec_of(step.out).id));
+    add_row_step(step);
+  }
+
+  void in_place(const NodeReader& node, Verb verb, const std::string& attr) {
+    node.shape(1, true, 0, 0, {attr});
+    Step step{verb};
+    step.in = node.input(0);
+    step.out = node.output();
+    node.require(step.in == step.out, "its output must be its input");
+    step.scale = static_cast<float>(node.attr(attr));
+    node.require(step.scale > 0.0f, attr + " must be positive");
     add_row_step(step);
   }
 
@@ -205,7 +243,7 @@ class Compiler {
   }
 
   void rope_write_kv(const NodeReader& node) {
-    node.shape(1, true, 1, 1, {"layer"});
+    node.shape(1, true, 0, 1, {"layer"});
     Step step{Verb::rope_write_kv};
     step.in = node.input(0);
     step.out = node.output();
@@ -214,20 +252,26 @@ class Compiler {
     node.rows(step.out, false);
     node.width(step.in, (spec_.num_heads + 2 * spec_.num_kv_heads) * spec_.head_dim);
     node.width(step.out, spec_.num_heads * spec_.head_dim);
-    const WeightSpec& rope = node.weight(0, false);
-    node.require(rope.columns == spec_.head_dim, "weight " + node.weight_name(0) + " must have head_dim columns");
-    step.array = rope.values.data();
-    if (rope.rows < out_.num_positions) out_.num_positions = rope.rows;
+    if (node.num_weights() > 0) {    // without a table nothing is rotated
+      const WeightSpec& rope = node.weight(0, false);
+      node.require(rope.columns > 0 && rope.columns % 2 == 0 && rope.columns <= spec_.head_dim,
+                   "weight " + node.weight_name(0) + " must have an even number of columns up to head_dim");
+      step.array = rope.values.data();
+      step.width = rope.columns;
+      if (rope.rows < out_.num_positions) out_.num_positions = rope.rows;
+    }
     add_row_step(step);
   }
 
   void paged_attention(const NodeReader& node) {
-    node.shape(1, true, 0, 0, {"layer", "scale"});
+    node.shape(1, true, 0, 0, {"layer", "scale", "softcap"});
     Step step{Verb::paged_attention};
     step.in = node.input(0);
     step.out = node.output();
     step.layer = layer_of(node);
     step.scale = static_cast<float>(node.attr("scale"));
+    step.softcap = static_cast<float>(node.attr("softcap", 0.0));
+    node.require(step.softcap >= 0.0f, "softcap must not be negative");
     node.require(step.in != step.out, "reads and writes the same buffer");
     for (const int buffer : {step.in, step.out}) {
       node.rows(buffer, false);
@@ -238,9 +282,9 @@ class Compiler {
     add_op(Op::merge, step, "paged_attention merge");
   }
 
-  void silu_mul(const NodeReader& node) {
+  void gated(const NodeReader& node, Verb verb) {
     node.shape(1, true, 0, 0, {});
-    Step step{Verb::silu_mul};
+    Step step{verb};
     step.in = node.input(0);
     step.out = node.output();
     same_rows(node, step);
@@ -250,8 +294,9 @@ class Compiler {
   }
 
   void add(const NodeReader& node) {
-    node.shape(2, true, 0, 0, {});
+    node.shape(2, true, 0, 0, {"scale"});
     Step step{Verb::add};
+    step.scale = static_cast<float>(node.attr("scale", 1.0));
     step.in = node.input(0);
     step.in2 = node.input(1);
     step.out = node.output();

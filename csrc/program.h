@@ -45,7 +45,10 @@ struct KVSpec {
   bool is_bf16;
 };
 
-enum class Verb { embed, rms_norm, linear, rope_write_kv, paged_attention, silu_mul, add, select_wanted, sample, prepare };
+enum class Verb {
+  embed, rms_norm, layer_norm, rms_norm_slices, linear, rope_write_kv, paged_attention, silu_mul, gelu_tanh_mul, add, scale,
+  softcap, select_wanted, sample, prepare
+};
 
 // One verb with its buffers (indices into ProgramSpec::buffers) and its weights resolved.
 struct Step {
@@ -54,9 +57,10 @@ struct Step {
   const Weight* weight = nullptr;
   const float* array = nullptr;    // norm weight or rope table
   const float* bias = nullptr;
-  float eps = 0.0f, scale = 0.0f;
+  float eps = 0.0f, scale = 0.0f, softcap = 0.0f;
   int32_t layer = 0;
-  int64_t out_column = 0;
+  int64_t out_column = 0;          // linear, rms_norm_slices: where its columns start
+  int64_t width = 0, count = 0;    // rms_norm_slices: of a slice, and how many; rope_write_kv: width is rotary_dim
   int prepared = -1;               // linear: the prepared form it reads, -1 for f32; prepare: the one it writes
 };
 

@@ -426,8 +426,8 @@ void Runner::run(int index, int tile, int thread) {
     case Op::attend:
       for (int32_t i = job_groups_[static_cast<size_t>(tile)]; i < job_groups_[static_cast<size_t>(tile) + 1]; ++i) {
         const AttendJob& job = jobs_[static_cast<size_t>(i)];
-        kernels_.attend(buffer(step.in), kv_, step.layer, static_cast<int32_t>(spec_.num_heads), step.scale, batch_, job,
-                        buffer(step.out), job.partial < 0 ? nullptr : partials_.as<float>());
+        kernels_.attend(buffer(step.in), kv_, step.layer, static_cast<int32_t>(spec_.num_heads), step.scale, step.softcap,
+                        batch_, job, buffer(step.out), job.partial < 0 ? nullptr : partials_.as<float>());
       }
       break;
     case Op::merge: {
@@ -446,11 +446,19 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
   switch (step.verb) {
     case Verb::embed: return kernels_.embed(*step.weight, batch_.token_ids, out, first, last);
     case Verb::rms_norm: return kernels_.rms_norm(in, step.array, step.eps, out, width(step.in), first, last);
+    case Verb::layer_norm:
+      return kernels_.layer_norm(in, step.array, step.bias, step.eps, out, width(step.in), first, last);
+    case Verb::rms_norm_slices:
+      return kernels_.rms_norm_slices(out, step.array, step.eps, width(step.out), step.out_column, step.width, step.count,
+                                      first, last);
     case Verb::silu_mul: return kernels_.silu_mul(in, out, width(step.out), first, last);
-    case Verb::add: return kernels_.add(out, buffer(step.in2), width(step.out), first, last);
+    case Verb::gelu_tanh_mul: return kernels_.gelu_tanh_mul(in, out, width(step.out), first, last);
+    case Verb::add: return kernels_.add(out, buffer(step.in2), step.scale, width(step.out), first, last);
+    case Verb::scale: return kernels_.scale(out, step.scale, width(step.out), first, last);
+    case Verb::softcap: return kernels_.softcap(out, step.scale, width(step.out), first, last);
     case Verb::rope_write_kv:
-      return kernels_.rope_write_kv(in, step.array, out, kv_, step.layer, static_cast<int32_t>(spec_.num_heads), batch_,
-                                    first, last);
+      return kernels_.rope_write_kv(in, step.array, static_cast<int32_t>(step.width), out, kv_, step.layer,
+                                    static_cast<int32_t>(spec_.num_heads), batch_, first, last);
     case Verb::prepare: {
       const size_t prepared = static_cast<size_t>(step.prepared);
       return kernels_.prepare(compiled_.prepared[prepared].form, in, prepared_[prepared], width(step.in), first, last);

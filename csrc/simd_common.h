@@ -122,5 +122,21 @@ PL_INLINE f32x16 exp(f32x16 a) {
   return select(equal(a, a), result, a);
 }
 
+// tanh within three units in the last place; a NaN stays a NaN. Near 0 an odd polynomial (Cephes), elsewhere from e^-2|a|.
+PL_INLINE f32x16 tanh(f32x16 a) {
+  const i32x16 sign = set1_i32(static_cast<int32_t>(0x80000000u));
+  const f32x16 magnitude = as_f32(and_i32(as_i32(a), set1_i32(0x7fffffff)));
+  const f32x16 e = exp(mul(magnitude, set1(-2.0f)));
+  const f32x16 far = div(sub(set1(1.0f), e), add(set1(1.0f), e));
+  const f32x16 square = mul(a, a);
+  f32x16 p = set1(-5.70498872745e-3f);
+  p = fma(p, square, set1(2.06390887954e-2f));
+  p = fma(p, square, set1(-5.37397155531e-2f));
+  p = fma(p, square, set1(1.33314422036e-1f));
+  p = fma(p, square, set1(-3.33332819422e-1f));
+  const f32x16 near = fma(mul(p, square), a, a);
+  return select(less(magnitude, set1(0.625f)), near, as_f32(or_i32(as_i32(far), and_i32(as_i32(a), sign))));
+}
+
 }  // namespace PACELINE_ISA
 }  // namespace paceline

@@ -17,18 +17,25 @@ constexpr int linear_max_tile_rows =
 
 void embed(const Weight& w, const int32_t* token_ids, float* out, int64_t first, int64_t last);
 void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width, int64_t first, int64_t last);
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, float* out, int64_t width, int64_t first,
+                int64_t last);
+void rms_norm_slices(float* x, const float* weight, float eps, int64_t stride, int64_t first_column, int64_t width,
+                     int64_t num_slices, int64_t first, int64_t last);
 void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
-void add_rows(float* x, const float* y, int64_t width, int64_t first, int64_t last);
+void gelu_tanh_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
+void add_rows(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last);
+void scale_rows(float* x, float factor, int64_t width, int64_t first, int64_t last);
+void softcap_rows(float* x, float cap, int64_t width, int64_t first, int64_t last);
 void exp_values(const float* x, float* out, int64_t count);
 void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 
 void linear(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride, int64_t first_row,
             int64_t last_row, int64_t first_strip, int64_t last_strip);
 
-void rope_write_kv(const float* qkv, const float* rope, float* q_out, const KVCache& kv, int32_t layer,
+void rope_write_kv(const float* qkv, const float* rope, int32_t rotary_dim, float* q_out, const KVCache& kv, int32_t layer,
                    int32_t num_heads, const Batch& batch, int64_t first, int64_t last);
-void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, const Batch& batch,
-            const AttendJob& job, float* out, float* partials);
+void attend(const float* q, const KVCache& kv, int32_t layer, int32_t num_heads, float scale, float softcap,
+            const Batch& batch, const AttendJob& job, float* out, float* partials);
 void merge_segments(const float* partials, int32_t partial_segments, int32_t num_segments, int32_t head_dim,
                     int32_t first_head, int32_t last_head, float* out);
 

@@ -55,7 +55,7 @@ struct Row {
   int64_t qkv_width() const { return q_width() + 2 * int64_t{shape.num_kv_heads} * shape.head_dim; }
 
   void write(const KernelTable& table, int first, int last) {
-    table.rope_write_kv(qkv.data() + first * qkv_width(), rope.data(), q.data() + first * q_width(), kv, kLayer,
+    table.rope_write_kv(qkv.data() + first * qkv_width(), rope.data(), shape.head_dim, q.data() + first * q_width(), kv, kLayer,
                         shape.num_heads, step(first, last), 0, last - first);
   }
 
@@ -81,8 +81,8 @@ std::vector<float> attend_step(const KernelTable& table, Row& row, int first, in
     const int most_tokens = kMaxQueries / (group * (last_head - head));
     for (int token = 0; token < last - first; token += most_tokens) {
       const AttendJob job = {0, token, std::min(last - first, token + most_tokens), head, last_head, 0, 1 << 20, -1, 0, 0};
-      table.attend(row.q.data() + first * row.q_width(), row.kv, kLayer, row.shape.num_heads, scale_of(row), batch, job,
-                   out.data(), nullptr);
+      table.attend(row.q.data() + first * row.q_width(), row.kv, kLayer, row.shape.num_heads, scale_of(row), 0.0f, batch,
+                   job, out.data(), nullptr);
     }
   }
   return out;
@@ -99,7 +99,7 @@ std::vector<float> attend_by_segments(const KernelTable& table, Row& row, int to
   for (int segment = num_segments - 1; segment >= 0; --segment) {    // any order will do
     for (int head = 0; head < row.shape.num_kv_heads; ++head) {
       const AttendJob job = {0, 0, 1, head, head + 1, segment, segment + 1, -1, 0, num_segments};
-      table.attend(q, row.kv, kLayer, row.shape.num_heads, scale_of(row), batch, job, nullptr, partials.data());
+      table.attend(q, row.kv, kLayer, row.shape.num_heads, scale_of(row), 0.0f, batch, job, nullptr, partials.data());
     }
   }
   for (int head = 0; head < row.shape.num_heads; ++head) {

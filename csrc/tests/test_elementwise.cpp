@@ -57,8 +57,8 @@ void test_add(const KernelTable& table, int64_t width) {
   Random random(static_cast<uint64_t>(width) + 9);
   const std::vector<float> x = random.bells(kRows * width), y = random.bells(kRows * width);
   std::vector<float> whole = x, alone = x;
-  table.add(whole.data(), y.data(), width, 0, kRows);
-  for (int64_t row = 0; row < kRows; ++row) table.add(alone.data(), y.data(), width, row, row + 1);
+  table.add(whole.data(), y.data(), 1.0f, width, 0, kRows);
+  for (int64_t row = 0; row < kRows; ++row) table.add(alone.data(), y.data(), 1.0f, width, row, row + 1);
   const std::string label = std::string(table.name) + " add " + std::to_string(width);
   Check exact(label);
   exact.same_bits(whole.data(), alone.data(), kRows * width, "rows", 0);

@@ -12,6 +12,7 @@ from ..config import WEIGHT_FORMS
 from ..errors import ConfigError, ModelError
 from ..ops.interface import Backend, PackedLinear, SourceTensor
 from ..ops.program import Buffer, Program, ProgramRecorder
+from .rope import rope_table
 from .spec import ModelSpec, Weights
 
 Progress = Callable[[int, int], None]    # weights packed so far, weights in all
@@ -45,54 +46,101 @@ def record_decoder(spec: ModelSpec, weights: Weights, backend: Backend, dtype: s
     recorder = ProgramRecorder(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     packer = WeightPacker(weights, backend, dtype, recorder)
     packer.report_to(progress, num_matrix_weights(spec))
-    buffers = DecoderBuffers(spec, recorder)
-
+    writer = DecoderWriter(spec, recorder, packer, max_model_len)
     embedding = packer.matrix("embed", spec.vocab_size, spec.hidden_size)
-    rope = recorder.weight("rope", rope_table(max_model_len, spec.head_dim, spec.rope_theta))
-    recorder.embed(embedding, buffers.x)
+    writer.embedding(embedding)
     for layer in range(spec.num_layers):
-        _record_attention(spec, layer, recorder, packer, buffers, rope)
-        _record_mlp(spec, layer, recorder, packer, buffers)
-    recorder.select_wanted(buffers.x, buffers.last)
-    recorder.rms_norm(buffers.last, packer.vector("final_norm", spec.hidden_size), spec.norm_eps, buffers.last_normed)
-    head = embedding if spec.has_tied_head else packer.matrix("head", spec.vocab_size, spec.hidden_size)
-    recorder.linear(buffers.last_normed, head, buffers.logits)
-    recorder.sample(buffers.logits)
+        writer.attention(layer)
+        writer.mlp(layer)
+    writer.head(embedding if spec.has_tied_head else packer.matrix("head", spec.vocab_size, spec.hidden_size))
     return recorder.finish()
 
 
-def _record_attention(spec: ModelSpec, layer: int, recorder: ProgramRecorder, packer: WeightPacker,
-                      buffers: DecoderBuffers, rope: str) -> None:
-    at = f"layers.{layer}."
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    recorder.rms_norm(buffers.x, packer.vector(at + "attn_norm", spec.hidden_size), spec.norm_eps, buffers.normed)
-    packer.linears(buffers.normed, at, {"q": q_width, "k": kv_width, "v": kv_width}, buffers.qkv, spec.has_qkv_bias)
-    recorder.rope_write_kv(buffers.qkv, rope, layer, buffers.q)
-    recorder.paged_attention(buffers.q, layer, spec.head_dim**-0.5, buffers.attended)
-    packer.linears(buffers.attended, at, {"o": spec.hidden_size}, buffers.residual)
-    recorder.add(buffers.x, buffers.residual)
+class DecoderWriter:
+    """Records the parts of the network. What is neutral (a scale of 1, no norm, no cap) is not recorded at all."""
 
+    def __init__(self, spec: ModelSpec, recorder: ProgramRecorder, packer: WeightPacker, max_model_len: int) -> None:
+        self.spec, self.recorder, self.packer = spec, recorder, packer
+        self.buffers = DecoderBuffers(spec, recorder)
+        factors = packer.array("rope_factors", spec.rotated_dims // 2) if spec.has_rope_factors else None
+        self.rope = recorder.weight("rope", rope_table(
+            max_model_len, spec.rotated_dims, spec.rope_theta, spec.rope_scaling, factors))
 
-def _record_mlp(spec: ModelSpec, layer: int, recorder: ProgramRecorder, packer: WeightPacker,
-                buffers: DecoderBuffers) -> None:
-    at, inner = f"layers.{layer}.", spec.intermediate_size
-    recorder.rms_norm(buffers.x, packer.vector(at + "mlp_norm", spec.hidden_size), spec.norm_eps, buffers.normed)
-    packer.linears(buffers.normed, at, {"gate": inner, "up": inner}, buffers.gate_up)
-    recorder.silu_mul(buffers.gate_up, buffers.activated)
-    packer.linears(buffers.activated, at, {"down": spec.hidden_size}, buffers.residual)
-    recorder.add(buffers.x, buffers.residual)
+    def embedding(self, weight: str) -> None:
+        self.recorder.embed(weight, self.buffers.x)
+        if self.spec.embedding_scale != 1.0:
+            self.recorder.scale(self.buffers.x, self.spec.embedding_scale)
+
+    def attention(self, layer: int) -> None:
+        spec, buffers, at = self.spec, self.buffers, f"layers.{layer}."
+        widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width}
+        self.packer.linears(self._input(at + "attn_norm"), at, widths, buffers.qkv, spec.has_qkv_bias)
+        self._norm_q_and_k(at)
+        rope = None if layer in spec.unrotated_layers else self.rope
+        self.recorder.rope_write_kv(buffers.qkv, rope, layer, buffers.q)
+        scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        self.recorder.paged_attention(buffers.q, layer, scale, buffers.attended, spec.attention_softcap)
+        self.packer.linears(buffers.attended, at, {"o": spec.hidden_size}, buffers.residual, spec.has_o_bias)
+        self._add_output(at + "attn_post_norm")
+
+    def mlp(self, layer: int) -> None:
+        spec, buffers, at = self.spec, self.buffers, f"layers.{layer}."
+        widths = {"gate": spec.intermediate_size, "up": spec.intermediate_size}
+        self.packer.linears(self._input(at + "mlp_norm"), at, widths, buffers.gate_up, spec.has_mlp_bias)
+        record = {"silu": self.recorder.silu_mul, "gelu_tanh": self.recorder.gelu_tanh_mul}[spec.activation]
+        record(buffers.gate_up, buffers.activated)
+        self.packer.linears(buffers.activated, at, {"down": spec.hidden_size}, buffers.residual, spec.has_mlp_bias)
+        self._add_output(at + "mlp_post_norm")
+
+    def head(self, weight: str) -> None:
+        spec, buffers = self.spec, self.buffers
+        self.recorder.select_wanted(buffers.x, buffers.last)
+        self._norm(buffers.last, "final_norm", buffers.last_normed)
+        self.recorder.linear(buffers.last_normed, weight, buffers.logits)
+        if spec.logit_scale != 1.0:
+            self.recorder.scale(buffers.logits, spec.logit_scale)
+        if spec.logit_softcap is not None:
+            self.recorder.softcap(buffers.logits, spec.logit_softcap)
+        self.recorder.sample(buffers.logits)
+
+    def _input(self, norm: str) -> Buffer:
+        """What a sublayer reads: the residual stream, normed unless norms come after only."""
+        if self.spec.norm_placement == "after":
+            return self.buffers.x
+        return self._norm(self.buffers.x, norm, self.buffers.normed)
+
+    def _add_output(self, norm: str) -> None:
+        """A sublayer's output, normed where the spec says so, joins the residual stream."""
+        output = self.buffers.residual
+        if self.spec.norm_placement != "before":
+            output = self._norm(output, norm, self.buffers.normed)
+        self.recorder.add(self.buffers.x, output, self.spec.residual_scale)
+
+    def _norm(self, x: Buffer, name: str, out: Buffer) -> Buffer:
+        weight = self.packer.vector(name, self.spec.hidden_size)
+        if self.spec.norm == "rms":
+            return self.recorder.rms_norm(x, weight, self.spec.norm_eps, out)
+        bias = self.packer.vector(name + "_bias", self.spec.hidden_size)
+        return self.recorder.layer_norm(x, weight, bias, self.spec.norm_eps, out)
+
+    def _norm_q_and_k(self, at: str) -> None:
+        spec = self.spec
+        for name, column, width in (("q_norm", 0, spec.q_width), ("k_norm", spec.q_width, spec.kv_width)):
+            if spec.qk_norm != "none":
+                slice_width = width if spec.qk_norm == "width" else spec.head_dim
+                weight = self.packer.vector(at + name, slice_width)
+                self.recorder.rms_norm_slices(self.buffers.qkv, weight, spec.norm_eps, column, width // slice_width)
 
 
 class DecoderBuffers:
     """The buffers of a step; every layer uses the same ones."""
 
     def __init__(self, spec: ModelSpec, recorder: ProgramRecorder) -> None:
-        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.x = recorder.buffer("tokens", spec.hidden_size)           # the residual stream
         self.normed = recorder.buffer("tokens", spec.hidden_size)
-        self.qkv = recorder.buffer("tokens", q_width + 2 * kv_width)
-        self.q = recorder.buffer("tokens", q_width)
-        self.attended = recorder.buffer("tokens", q_width)
+        self.qkv = recorder.buffer("tokens", spec.q_width + 2 * spec.kv_width)
+        self.q = recorder.buffer("tokens", spec.q_width)
+        self.attended = recorder.buffer("tokens", spec.q_width)
         self.residual = recorder.buffer("tokens", spec.hidden_size)    # what a sublayer adds to x
         self.gate_up = recorder.buffer("tokens", 2 * spec.intermediate_size)
         self.activated = recorder.buffer("tokens", spec.intermediate_size)
@@ -117,6 +165,10 @@ class WeightPacker:
 
     def vector(self, name: str, width: int) -> str:
         return self._recorder.weight(name, self._vector(name, width))
+
+    def array(self, name: str, width: int) -> NDArray[np.float32]:
+        """A vector that shapes the program without being part of it."""
+        return self._vector(name, width)
 
     def matrix(self, name: str, num_outputs: int, num_inputs: int) -> str:
         return self._pack(name, [self._source(name, num_outputs, num_inputs)])
@@ -162,18 +214,11 @@ class WeightPacker:
         return np.ascontiguousarray(found, dtype=np.float32)
 
 
-def rope_table(num_positions: int, head_dim: int, theta: float) -> NDArray[np.float32]:
-    """[num_positions, head_dim]: cosines of the head_dim / 2 angles, then their sines; computed in float64."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angles = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-
-
 def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
     """Canonical name ("layers.0." standing for all layers) -> outputs, inputs, how many there are."""
     hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    shapes = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width),
+    shapes = {"q": (spec.q_width, hidden), "k": (spec.kv_width, hidden), "v": (spec.kv_width, hidden),
+              "o": (hidden, spec.q_width),
               "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     outside = ("embed",) if spec.has_tied_head else ("embed", "head")
     return {**{"layers.0." + name: (*shape, layers) for name, shape in shapes.items()},

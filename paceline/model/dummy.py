@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ..ops.interface import SourceTensor
-from .families import expected_shapes
+from .rope import Llama3Scaling
 from .spec import ModelSpec
 from .tokenizer import CHAR_OF_BYTE, Tokenizer
+from .weights import expected_shapes
 
 DUMMY_SPECS: dict[str, ModelSpec] = {
     "smollm2-135m": ModelSpec(
@@ -31,10 +32,10 @@ DUMMY_SPECS: dict[str, ModelSpec] = {
         family="qwen2", num_layers=28, hidden_size=3584, num_heads=28, num_kv_heads=4, head_dim=128,
         intermediate_size=18944, vocab_size=152064, max_position=32768, norm_eps=1e-6, rope_theta=1e6,
         has_tied_head=False, has_qkv_bias=True),
-    "llama-3.1-8b": ModelSpec(      # the shape only: without Llama 3.1's scaled rotary positions
+    "llama-3.1-8b": ModelSpec(
         family="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=14336, vocab_size=128256, max_position=131072, norm_eps=1e-5, rope_theta=5e5,
-        has_tied_head=False),
+        rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), has_tied_head=False),
 }
 DUMMY_CHAT_TEMPLATE = ("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
                        "{% if add_generation_prompt %}assistant: {% endif %}")

@@ -54,6 +54,14 @@ class Fields:
                 raise ModelError(f"{self.where}: {name} must be an integer or a list of them, got {_shorten(value)}")
         return tuple(items)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers; empty when absent."""
+        items = self._get(name, [], (list,), "a list of numbers")
+        for item in items:
+            if not isinstance(item, int | float) or isinstance(item, bool):
+                raise ModelError(f"{self.where}: {name} must be a list of numbers, got {_shorten(items)}")
+        return tuple(float(item) for item in items)
+
     def refuse(self, name: str, reason: str) -> ModelError:
         """The error that says this field's value cannot be served; the caller raises it."""
         return ModelError(f"{self.where}: {name}={_shorten(self.values.get(name))}: {reason}")

@@ -10,13 +10,21 @@ from numpy.typing import NDArray
 
 from ..errors import ModelError
 from ..ops.interface import SourceTensor
+from .rope import RopeScaling
+
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("before", "after", "both"),
+    "activation": ("silu", "gelu_tanh"),
+    "qk_norm": ("none", "head", "width"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with pre-norm blocks, rotary positions and a gated MLP."""
+    """A decoder-only transformer: attention and a gated MLP, each added to a residual stream."""
 
-    family: str                    # key into families.FAMILIES
+    family: str                    # key into family_table.FAMILIES
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -28,7 +36,23 @@ class ModelSpec:
     norm_eps: float
     rope_theta: float
     has_tied_head: bool
+    norm: str = "rms"              # rms, or layer (with a bias)
+    norm_placement: str = "before"    # of a sublayer: its input, its output before it is added, or both
+    activation: str = "silu"       # of the gated MLP
+    qk_norm: str = "none"          # rms norm of q and k before rotation: every head, or the whole width as one
     has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    rotary_dim: int | None = None    # leading dims of a head that are rotated; None: all
+    rope_scaling: RopeScaling | None = None
+    has_rope_factors: bool = False    # the file holds divisors of the rotary frequencies
+    unrotated_layers: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0    # of what a sublayer adds
+    attention_scale: float | None = None    # of scores; None: head_dim ** -0.5
+    attention_softcap: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
@@ -38,9 +62,28 @@ class ModelSpec:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"model config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ModelError(f"model config: {name}={getattr(self, name)!r} is unknown; choose from {choices}")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ModelError(f"model config: rotary_dim must be even and at most head_dim {self.head_dim}, got "
+                             f"{self.rotary_dim}")
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def rotated_dims(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 # Canonical weight names. Matrices are SourceTensors [outputs, inputs]; norms and biases are float32 vectors.
-#   embed  final_norm  head (absent when tied)
-#   layers.{i}.  attn_norm  q  k  v  q_bias  k_bias  v_bias  o  mlp_norm  gate  up  down
+#   embed  rope_factors  final_norm  head (absent when tied)
+#   layers.{i}.  attn_norm  q  k  v  q_norm  k_norm  o  attn_post_norm  mlp_norm  gate  up  down  mlp_post_norm
+# and for each of them that has a bias, NAME_bias.
 Weights = Mapping[str, SourceTensor | NDArray[np.float32]]

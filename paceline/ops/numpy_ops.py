@@ -136,7 +136,28 @@ def embed(step: NumpyStep, node: Node) -> None:
 def rms_norm(step: NumpyStep, node: Node) -> None:
     (x,), y, weight, eps = step.inputs(node), step.output(node), step.vector(node), np.float32(node.attrs["eps"])
     for t in range(len(x)):
-        y[t] = x[t] / np.sqrt(np.mean(x[t] * x[t]) + eps) * weight
+        y[t] = rms_normed(x[t], weight, eps)
+
+
+def rms_normed(x: F32, weight: F32, eps: np.float32) -> F32:
+    normed: F32 = x / np.sqrt(np.mean(x * x) + eps) * weight
+    return normed
+
+
+def layer_norm(step: NumpyStep, node: Node) -> None:
+    (x,), y, weight, eps = step.inputs(node), step.output(node), step.vector(node), np.float32(node.attrs["eps"])
+    bias = step.vector(node, 1) if len(node.weights) > 1 else np.float32(0)
+    for t in range(len(x)):
+        centred = x[t] - np.mean(x[t])
+        y[t] = centred / np.sqrt(np.mean(centred * centred) + eps) * weight + bias
+
+
+def rms_norm_slices(step: NumpyStep, node: Node) -> None:
+    x, weight, eps = step.output(node), step.vector(node), np.float32(node.attrs["eps"])
+    first, width = step.attr(node, "first_column"), len(weight)
+    for start in range(first, first + step.attr(node, "num_slices") * width, width):
+        for t in range(len(x)):
+            x[t, start : start + width] = rms_normed(x[t, start : start + width], weight, eps)
 
 
 def linear(step: NumpyStep, node: Node) -> None:
@@ -148,36 +169,43 @@ def linear(step: NumpyStep, node: Node) -> None:
 
 
 def rope_write_kv(step: NumpyStep, node: Node) -> None:
-    (qkv,), q_out, rope, layer = step.inputs(node), step.output(node), step.vector(node), step.attr(node, "layer")
+    (qkv,), q_out, layer = step.inputs(node), step.output(node), step.attr(node, "layer")
+    rope = step.vector(node) if node.weights else None
     num_heads, num_kv_heads = step.program.num_heads, step.program.num_kv_heads
     for t, position in enumerate(step.batch.positions):
         heads = qkv[t].reshape(num_heads + 2 * num_kv_heads, step.program.head_dim)
         q, k, v = np.split(heads, (num_heads, num_heads + num_kv_heads))
-        q_out[t] = rotate(q, rope[position]).reshape(-1)
+        angles = np.zeros(0, np.float32) if rope is None else rope[position]
+        q_out[t] = rotate(q, angles).reshape(-1)
         block, slot = divmod(int(position), step.cache.spec.block_size)
-        step.cache.write(layer, int(step.block_table(t)[block]), slot, rotate(k, rope[position]), v)
+        step.cache.write(layer, int(step.block_table(t)[block]), slot, rotate(k, angles), v)
 
 
 def rotate(heads: F32, angles: F32) -> F32:
-    """Turns the pair (first half i, second half i) of each head by angle i; angles = cosines then sines."""
+    """Turns the pair (first half i, second half i) of each head's first dims by angle i; angles = cosines then sines.
+    The dims past len(angles) stay."""
     cos, sin = np.split(angles, 2)
-    a, b = np.split(heads, 2, axis=1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+    a, b, rest = np.split(heads, (len(cos), len(angles)), axis=1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=1)
 
 
 def paged_attention(step: NumpyStep, node: Node) -> None:
     (q,), y, layer = step.inputs(node), step.output(node), step.attr(node, "layer")
-    scale, group = np.float32(node.attrs["scale"]), step.program.num_heads // step.program.num_kv_heads
+    group = step.program.num_heads // step.program.num_kv_heads
+    scale, cap = np.float32(node.attrs["scale"]), np.float32(node.attrs.get("softcap", 0))
     for t, position in enumerate(step.batch.positions):
         keys, values = step.cache.read(layer, step.block_table(t), int(position) + 1)
         heads = q[t].reshape(step.program.num_heads, step.program.head_dim)
-        attended = [attend(heads[h], keys[:, h // group], values[:, h // group], scale) for h in range(len(heads))]
+        attended = [attend(heads[h], keys[:, h // group], values[:, h // group], scale, cap)
+                    for h in range(len(heads))]
         y[t] = np.concatenate(attended)
 
 
-def attend(query: F32, keys: F32, values: F32, scale: np.float32) -> F32:
+def attend(query: F32, keys: F32, values: F32, scale: np.float32, cap: np.float32) -> F32:
     """One head of one token over keys and values [context, D]."""
     scores = np.ascontiguousarray(keys) @ query * scale
+    if cap:
+        scores = np.tanh(scores / cap) * cap
     weights = np.exp(scores - scores.max())
     attended: F32 = weights / weights.sum() @ np.ascontiguousarray(values)
     return attended
@@ -191,9 +219,28 @@ def silu_mul(step: NumpyStep, node: Node) -> None:
             y[t] = gate / (np.float32(1) + np.exp(-gate)) * up
 
 
+def gelu_tanh_mul(step: NumpyStep, node: Node) -> None:
+    (gate_up,), y = step.inputs(node), step.output(node)
+    for t in range(len(y)):
+        gate, up = np.split(gate_up[t], 2)
+        with np.errstate(over="ignore"):
+            inner = np.float32(0.7978845608) * (gate + np.float32(0.044715) * gate * gate * gate)
+        y[t] = np.float32(0.5) * gate * (np.float32(1) + np.tanh(inner)) * up
+
+
 def add(step: NumpyStep, node: Node) -> None:
     x, y = step.inputs(node)
-    x += y
+    x += y if "scale" not in node.attrs else y * np.float32(node.attrs["scale"])
+
+
+def scale(step: NumpyStep, node: Node) -> None:
+    step.output(node)[:] *= np.float32(node.attrs["factor"])
+
+
+def softcap(step: NumpyStep, node: Node) -> None:
+    x, cap = step.output(node), np.float32(node.attrs["cap"])
+    for t in range(len(x)):
+        x[t] = np.tanh(x[t] / cap) * cap
 
 
 def select_wanted(step: NumpyStep, node: Node) -> None:
@@ -207,6 +254,6 @@ def sample(step: NumpyStep, node: Node) -> None:
 
 
 VERBS: dict[str, Callable[[NumpyStep, Node], None]] = {
-    f.__name__: f for f in (embed, rms_norm, linear, rope_write_kv, paged_attention, silu_mul, add, select_wanted,
-                            sample)
+    f.__name__: f for f in (embed, rms_norm, layer_norm, rms_norm_slices, linear, rope_write_kv, paged_attention,
+                            silu_mul, gelu_tanh_mul, add, scale, softcap, select_wanted, sample)
 }

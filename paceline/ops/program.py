@@ -5,14 +5,22 @@ A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T) or
 
   embed            weight packed [V, H]                       -> x [T, H]      x[t] = weight[token_ids[t]]
   rms_norm         x [*, H], weight f32 [H], eps              -> y [*, H]      y = x / sqrt(mean(x^2) + eps) * weight
+  layer_norm       x [*, H], weight f32 [H], bias f32 [H]?, eps
+                                                              -> y [*, H]      y = (x - mean) / sqrt(var + eps) * weight
+                   + bias
+  rms_norm_slices  x [*, M], weight f32 [S], eps              -> x             num_slices slices of S columns from
+                   first_column on, each an rms_norm of its own
   linear           x [*, K], packed [N, K], bias f32 [N]?     -> columns [out_column, out_column + N) of y [*, M]
-  rope_write_kv    qkv [T, (Hq + 2 Hk) D], rope f32 [P, D]    -> q [T, Hq D]
-                   rotates halves (rope[p] = cos[D/2] then sin[D/2] at position p), writes rotated k and v to the cache
-                   of `layer` in the cache's dtype
+  rope_write_kv    qkv [T, (Hq + 2 Hk) D], rope f32 [P, R]?   -> q [T, Hq D]
+                   rotates halves of the first R dims of a head (rope[p] = cos[R/2] then sin[R/2] at position p; nothing
+                   without a table), writes rotated k and v to the cache of `layer` in the cache's dtype
   paged_attention  q [T, Hq D]                                -> y [T, Hq D]
-                   causal, over the cache of `layer`, GQA, scores times `scale`
+                   causal, over the cache of `layer`, GQA, scores times `scale`, then softcap(scores) where given
   silu_mul         gate_up [T, 2 I]                           -> y [T, I]      y = silu(gate) * up
-  add              x [T, H], y [T, H]                         -> x             x += y
+  gelu_tanh_mul    gate_up [T, 2 I]                           -> y [T, I]      y = gelu_tanh(gate) * up
+  add              x [T, H], y [T, H]                         -> x             x += scale * y, scale 1 unless given
+  scale            x [*, H], factor                           -> x             x *= factor
+  softcap          x [*, H], cap                              -> x             x = cap * tanh(x / cap)
   select_wanted    x [T, H]                                   -> y [W, H]
   sample           logits [W, V]                              -> (token ids and log-probabilities of the step)
 
@@ -26,7 +34,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VERBS = (
-    "embed", "rms_norm", "linear", "rope_write_kv", "paged_attention", "silu_mul", "add", "select_wanted", "sample",
+    "embed", "rms_norm", "layer_norm", "rms_norm_slices", "linear", "rope_write_kv", "paged_attention", "silu_mul",
+    "gelu_tanh_mul", "add", "scale", "softcap", "select_wanted", "sample",
 )
 
 
@@ -85,20 +94,38 @@ class ProgramRecorder:
     def rms_norm(self, x: Buffer, weight: str, eps: float, out: Buffer) -> Buffer:
         return self._add("rms_norm", (x,), out, (weight,), eps=eps)
 
+    def layer_norm(self, x: Buffer, weight: str, bias: str | None, eps: float, out: Buffer) -> Buffer:
+        return self._add("layer_norm", (x,), out, (weight,) if bias is None else (weight, bias), eps=eps)
+
+    def rms_norm_slices(self, x: Buffer, weight: str, eps: float, first_column: int, num_slices: int) -> Buffer:
+        return self._add("rms_norm_slices", (x,), x, (weight,), eps=eps, first_column=first_column,
+                         num_slices=num_slices)
+
     def linear(self, x: Buffer, weight: str, out: Buffer, out_column: int = 0, bias: str | None = None) -> Buffer:
         return self._add("linear", (x,), out, (weight,) if bias is None else (weight, bias), out_column=out_column)
 
-    def rope_write_kv(self, qkv: Buffer, rope: str, layer: int, out: Buffer) -> Buffer:
-        return self._add("rope_write_kv", (qkv,), out, (rope,), layer=layer)
+    def rope_write_kv(self, qkv: Buffer, rope: str | None, layer: int, out: Buffer) -> Buffer:
+        return self._add("rope_write_kv", (qkv,), out, () if rope is None else (rope,), layer=layer)
 
-    def paged_attention(self, q: Buffer, layer: int, scale: float, out: Buffer) -> Buffer:
-        return self._add("paged_attention", (q,), out, (), layer=layer, scale=scale)
+    def paged_attention(self, q: Buffer, layer: int, scale: float, out: Buffer,
+                        softcap: float | None = None) -> Buffer:
+        cap = {} if softcap is None else {"softcap": softcap}
+        return self._add("paged_attention", (q,), out, (), layer=layer, scale=scale, **cap)
 
     def silu_mul(self, gate_up: Buffer, out: Buffer) -> Buffer:
         return self._add("silu_mul", (gate_up,), out)
 
-    def add(self, x: Buffer, y: Buffer) -> Buffer:
-        return self._add("add", (x, y), x)
+    def gelu_tanh_mul(self, gate_up: Buffer, out: Buffer) -> Buffer:
+        return self._add("gelu_tanh_mul", (gate_up,), out)
+
+    def add(self, x: Buffer, y: Buffer, scale: float = 1.0) -> Buffer:
+        return self._add("add", (x, y), x, (), **({} if scale == 1.0 else {"scale": scale}))
+
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        return self._add("scale", (x,), x, (), factor=factor)
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        return self._add("softcap", (x,), x, (), cap=cap)
 
     def select_wanted(self, x: Buffer, out: Buffer) -> Buffer:
         return self._add("select_wanted", (x,), out)

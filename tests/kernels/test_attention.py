@@ -32,6 +32,8 @@ class Shape:
     kv_heads: int = 1
     dim: int = 64
     gain: float = 1.0    # of q, k and v
+    rotary_dim: int | None = None    # None: the whole head; 0: none of it
+    softcap: float = 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -47,8 +49,9 @@ def qkv_table(shape: Shape, seed: int = 0) -> Floats:
     return rng.normal(0.0, 1.5 * shape.gain, (shape.vocab_size, shape.width)).astype(np.float32)
 
 
-def rope_table(dim: int) -> Floats:
-    angle = np.arange(NUM_POSITIONS)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
+def rope_table(shape: Shape) -> Floats:
+    half = (shape.dim if shape.rotary_dim is None else shape.rotary_dim) // 2
+    angle = np.arange(NUM_POSITIONS)[:, None] * 10000.0 ** (-np.arange(half) / max(half, 1))
     return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
 
@@ -66,14 +69,14 @@ class Attention:
                    (3, "wanted", shape.vocab_size)]
         nodes: list[tuple[Any, ...]] = [
             ("embed", [], 0, ["table"], {}),
-            ("rope_write_kv", [0], 1, ["rope"], {"layer": 1}),
-            ("paged_attention", [1], 2, [], {"layer": 1, "scale": shape.dim**-0.5}),
+            ("rope_write_kv", [0], 1, [] if shape.rotary_dim == 0 else ["rope"], {"layer": 1}),
+            ("paged_attention", [1], 2, [], {"layer": 1, "scale": shape.dim**-0.5, "softcap": shape.softcap}),
             ("select_wanted", [2], 3, [], {}),
             ("sample", [3], -1, [], {}),
         ]
         kv = {"num_layers": 2, "num_kv_heads": shape.kv_heads, "head_dim": shape.dim, "block_size": block_size,
               "num_blocks": num_blocks, "dtype": dtype}
-        weights = {"table": packed, "rope": rope_table(shape.dim)}
+        weights = {"table": packed, "rope": rope_table(shape)} if shape.rotary_dim != 0 else {"table": packed}
         self.runner = kernels.Runner(path, num_threads, buffers, nodes, weights, shape.heads, shape.kv_heads, shape.dim,
                                      shape.vocab_size, kv)
         self.runner.poison(np.arange(num_blocks, dtype=np.int32))
@@ -121,15 +124,18 @@ def oracle(shape: Shape, count: int, dtype: str) -> tuple[NDArray[np.float64], f
     """Attention of `count` tokens in float64 over the rounded q, k and v; and the largest |v|."""
     token_ids = tokens(shape, count)
     qkv = qkv_table(shape)[token_ids].reshape(len(token_ids), -1, shape.dim)
-    cos, sin = np.split(rope_table(shape.dim)[: len(token_ids), None], 2, axis=-1)
-    low, high = np.split(qkv[:, : shape.heads + shape.kv_heads], 2, axis=-1)
-    rotated = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    cos, sin = np.split(rope_table(shape)[: len(token_ids), None], 2, axis=-1)
+    half = cos.shape[-1]
+    low, high, rest = np.split(qkv[:, : shape.heads + shape.kv_heads], (half, 2 * half), axis=-1)
+    rotated = np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
     rounded = (lambda x: to_bf16(np.ascontiguousarray(x))) if dtype == "bf16" else (lambda x: x)
     q = rounded(rotated[:, : shape.heads]).astype(np.float64)
     k = rounded(rotated[:, shape.heads :]).astype(np.float64)
     v = rounded(qkv[:, shape.heads + shape.kv_heads :]).astype(np.float64)
     group = shape.heads // shape.kv_heads
     scores = np.einsum("qhd,khd->hqk", q, k.repeat(group, axis=1)) * shape.dim**-0.5
+    if shape.softcap:
+        scores = np.tanh(scores / shape.softcap) * shape.softcap
     scores[:, np.triu_indices(len(token_ids), 1)[0], np.triu_indices(len(token_ids), 1)[1]] = -np.inf
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
@@ -143,7 +149,9 @@ STATED_ERROR = {"bf16": 2.0**-8, "f32": 4e-6}    # of the largest |v|
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("shape", [Shape(1, 1, 64), Shape(3, 1, 64), Shape(6, 2, 64), Shape(4, 1, 16), Shape(7, 1, 48),
-                                   Shape(2, 2, 80), Shape(8, 2, 128), Shape(2, 1, 256)], ids=str)
+                                   Shape(2, 2, 80), Shape(8, 2, 128), Shape(2, 1, 256), Shape(3, 1, 64, rotary_dim=16),
+                                   Shape(2, 1, 80, rotary_dim=20), Shape(2, 1, 32, rotary_dim=0),
+                                   Shape(3, 1, 64, softcap=3.0), Shape(4, 2, 16, softcap=20.0)], ids=str)
 def test_attention_is_what_float64_says(kernels: ModuleType, path: str, shape: Shape, dtype: str) -> None:
     token_ids = tokens(shape, 600)
     out = Attention(kernels, path, shape, dtype).feed(token_ids, [600])
@@ -216,6 +224,16 @@ def test_a_row_does_not_see_its_batch_mates(kernels: ModuleType, path: str, dtyp
         for row in range(len(streams)):
             got = np.concatenate([first[row], second[row]])
             assert got.tobytes() == alone[row][: len(got)].tobytes(), (num_threads, contexts[row])
+
+
+@pytest.mark.parametrize("shape", [Shape(3, 1, 32, rotary_dim=8), Shape(3, 1, 32, rotary_dim=0),
+                                   Shape(7, 1, 32, softcap=2.0)], ids=str)
+def test_variants_are_the_same_in_any_company(kernels: ModuleType, path: str, shape: Shape) -> None:
+    token_ids = tokens(shape, 600)
+    whole = Attention(kernels, path, shape).feed(token_ids, [600])
+    for num_threads, chunks in ((1, [1]), (2, [511, 1, 1, 7]), (3, [64, 1])):
+        attention = Attention(kernels, path, shape, "bf16", 32, num_threads, seed=num_threads)
+        assert attention.feed(token_ids, chunks).tobytes() == whole.tobytes(), (num_threads, chunks)
 
 
 def test_scores_hundreds_apart_leave_no_nan(kernels: ModuleType, path: str) -> None:

@@ -55,6 +55,68 @@ def test_add(kernels: ModuleType, path: str, width: int) -> None:
     assert same_bits(kernels.add(path, x, y), x + y)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm(kernels: ModuleType, path: str, width: int, has_bias: bool) -> None:
+    x, weight, bias = bell(10, 7, width) * 3 + 1, bell(11, width), bell(12, width) if has_bias else None
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    exact = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5) * weight + (bias if has_bias else 0)
+    got = kernels.layer_norm(path, x, weight, bias, 1e-5)
+    assert np.allclose(got, exact, rtol=1e-5, atol=4e-6)
+    rows = [kernels.layer_norm(path, x[i : i + 1], weight, bias, 1e-5) for i in range(7)]
+    assert same_bits(got, np.concatenate(rows))
+
+
+@pytest.mark.parametrize("width", (*WIDTHS, 24))
+def test_each_slice_is_an_rms_norm_of_its_own(kernels: ModuleType, path: str, width: int) -> None:
+    x, weight = bell(13, 5, 3 + 4 * width), bell(14, width)
+    got = kernels.rms_norm_slices(path, x, weight, 1e-5, 3, 3)
+    outside = [*range(3), *range(3 + 3 * width, 3 + 4 * width)]
+    assert same_bits(got[:, outside], x[:, outside])
+    for first in range(3, 3 + 3 * width, width):
+        alone = kernels.rms_norm(path, np.ascontiguousarray(x[:, first : first + width]), weight, 1e-5)
+        assert same_bits(np.ascontiguousarray(got[:, first : first + width]), alone)
+    rows = [kernels.rms_norm_slices(path, x[i : i + 1], weight, 1e-5, 3, 3) for i in range(5)]
+    assert same_bits(got, np.concatenate(rows))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gelu_tanh_mul(kernels: ModuleType, path: str, width: int) -> None:
+    gate_up = bell(15, 5, 2 * width) * 4
+    gate, up = gate_up[:, :width].astype(np.float64), gate_up[:, width:]
+    exact = 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    got = kernels.gelu_tanh_mul(path, gate_up)
+    assert np.allclose(got, exact, rtol=1e-5, atol=2e-7)
+    assert same_bits(got, np.concatenate([kernels.gelu_tanh_mul(path, gate_up[i : i + 1]) for i in range(5)]))
+
+
+def test_gelu_at_the_ends_of_the_number_line(kernels: ModuleType, path: str) -> None:
+    gate = np.array([0.0, 200.0, -200.0, 3e38, -3e38, np.nan], dtype=np.float32)
+    got = kernels.gelu_tanh_mul(path, np.stack([gate, np.ones_like(gate)], axis=1))[:, 0]
+    assert list(got[:5]) == [0, 200, 0, gate[3], 0] and np.isnan(got[5])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_scale_and_scaled_add_round_as_numpy_does(kernels: ModuleType, path: str, width: int) -> None:
+    x, y, factor = bell(16, 3, width), bell(17, 3, width), np.float32(0.22)
+    assert same_bits(kernels.scale(path, x, factor), x * factor)
+    assert same_bits(kernels.add(path, x, y, factor), x + y * factor)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_softcap(kernels: ModuleType, path: str, width: int) -> None:
+    x = bell(18, 6, width) * np.logspace(-3, 3, 6, dtype=np.float32)[:, None]
+    got = kernels.softcap(path, x, 30.0)
+    assert np.allclose(got, 30 * np.tanh(x.astype(np.float64) / 30), rtol=5e-7, atol=0)
+    assert same_bits(got, np.concatenate([kernels.softcap(path, x[i : i + 1], 30.0) for i in range(6)]))
+
+
+def test_softcap_of_what_is_not_ordinary(kernels: ModuleType, path: str) -> None:
+    got = kernels.softcap(path, np.array([[np.inf, -np.inf, np.nan, 3e38, 0.0]], np.float32), 30.0)[0]
+    assert list(got[[0, 1, 3, 4]]) == [30, -30, 30, 0] and np.isnan(got[2])
+
+
 def silu_of(kernels: ModuleType, path: str, gate: Floats) -> Floats:
     return kernels.silu_mul(path, np.stack([gate, np.ones_like(gate)], axis=1))[:, 0]
 
@@ -120,6 +182,8 @@ def test_wrong_shapes_are_named(kernels: ModuleType, path: str) -> None:
         (lambda: kernels.rms_norm(path, x, bell(9, 31), 1e-5), "weight"),
         (lambda: kernels.silu_mul(path, x[:, :31].copy()), "gate_up"),
         (lambda: kernels.add(path, x, x[:1]), "y"),
+        (lambda: kernels.layer_norm(path, x, bell(9, 32), bell(9, 31), 1e-5), "bias"),
+        (lambda: kernels.rms_norm_slices(path, x, bell(9, 16), 1e-5, 1, 2), "num_slices"),
         (lambda: kernels.quantize(path, x[:, :16].copy()), "x"),
         (lambda: kernels.embed(path, kernels.pack("f32", 32, [("F32", x.view(np.uint8), None)]), x[0]), "ids"),
     ):

@@ -328,7 +328,12 @@ def one_node(kernels: ModuleType, node: tuple[Any, ...], width: int = 32, **kv_c
 
 BAD_NODES: list[tuple[tuple[Any, ...], str]] = [
     (("softmax", [0], 1, [], {}), r"node 0 \(softmax\): unknown verb; choose from add, embed"),
-    (("add", [0, 1], 0, [], {"scale": 2.0}), r"node 0 \(add\): unknown attribute scale"),
+    (("add", [0, 1], 0, [], {"gain": 2.0}), r"node 0 \(add\): unknown attribute gain"),
+    (("scale", [0], 1, [], {"factor": 2.0}), r"node 0 \(scale\): its output must be its input"),
+    (("softcap", [0], 0, [], {"cap": 0.0}), r"node 0 \(softcap\): cap must be positive"),
+    (("layer_norm", [0], 1, ["norm", "rope"], {"eps": 1e-5}), r"node 0 \(layer_norm\): weight rope has shape 8 x 16"),
+    (("rms_norm_slices", [0], 0, ["norm"], {"eps": 1e-5, "first_column": 1, "num_slices": 1}),
+     r"node 0 \(rms_norm_slices\): 1 slices of 32 from column 1 do not fit buffer 0"),
     (("add", [0, 1], 1, [], {}), r"node 0 \(add\): its output must be its first input"),
     (("add", [0], 0, [], {}), r"node 0 \(add\): takes 2 inputs, got 1"),
     (("rms_norm", [0], 1, ["norm"], {}), r"node 0 \(rms_norm\): attribute eps is missing"),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError, ModelError
-from paceline.model.decoder import estimated_weights_bytes, form_of, record_decoder, rope_table, weights_bytes
+from paceline.model.decoder import estimated_weights_bytes, form_of, record_decoder, weights_bytes
+from paceline.model.rope import rope_table
 from paceline.model.spec import ModelSpec, Weights
 from paceline.ops.dequantize import dequantize
 from paceline.ops.numpy_ops import NumpyBackend

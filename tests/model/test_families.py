@@ -12,8 +12,10 @@ import pytest
 from paceline.errors import ModelError
 from paceline.model.decoder import AUTO_FORMS
 from paceline.model.families import spec_from_config
+from paceline.model.family_table import families_markdown
 from paceline.model.fields import Fields
 from paceline.model.loader import open_model
+from paceline.model.rope import rope_table
 from paceline.model.spec import ModelSpec
 from paceline.ops.interface import SourceTensor
 
@@ -47,14 +49,19 @@ def test_no_scaling_and_default_scaling_are_the_same(scaling: Any) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [
     ("architectures", ["FooForCausalLM"]), ("architectures", None), ("architectures", "LlamaForCausalLM"),
-    ("hidden_act", "gelu"), ("mlp_bias", True), ("attention_bias", True), ("sliding_window", 4096),
+    ("hidden_act", "gelu"), ("sliding_window", 100),
     ("layer_types", ["full_attention", "sliding_attention"]), ("partial_rotary_factor", 0.5),
     ("quantization_config", {"quant_method": "gptq"}), ("num_hidden_layers", None), ("hidden_size", "64"),
     ("hidden_size", 64.0), ("num_attention_heads", True), ("rms_norm_eps", 0.0), ("rms_norm_eps", 10**400),
     ("rope_theta", float("nan")), ("num_key_value_heads", 3), ("num_key_value_heads", 0), ("head_dim", 0),
     ("tie_word_embeddings", "yes"), ("max_position_embeddings", -1),
     *(("rope_scaling", {"rope_type": kind, "factor": 2.0})
-      for kind in ("linear", "dynamic", "yarn", "longrope", "su", "llama3", "foo")),
+      for kind in ("dynamic", "longrope", "su", "llama3", "foo")),
+    ("rope_scaling", {"rope_type": "linear", "factor": 0.5}), ("rope_scaling", {"rope_type": "linear"}),
+    ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "beta_fast": 32}),
+    ("rope_scaling", {"rope_type": "default", "factor": 2.0}),
+    ("rope_scaling", {"rope_type": "longrope", "short_factor": [1, "2"], "long_factor": [1]}),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}),
     ("rope_parameters", {"rope_type": "yarn"}), ("rope_parameters", {"full_attention": {"rope_theta": 1.0}}),
     ("rope_scaling", {"type": 5}), ("rope_scaling", [1]),
 ])
@@ -73,10 +80,101 @@ def test_head_dim_of_the_config_wins() -> None:
 
 
 def test_qwen2_has_biases_and_may_name_an_unused_window() -> None:
-    qwen = spec(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=32768)
+    qwen = spec(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=100)
     assert qwen.family == "qwen2" and qwen.has_qkv_bias
     with pytest.raises(ModelError, match="sliding_window"):
-        spec(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=32768)
+        spec(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=100)
+
+
+def of(architecture: str, **changes: Any) -> ModelSpec:
+    return spec(architectures=[architecture + "ForCausalLM"], **changes)
+
+
+def test_a_window_that_covers_the_model_is_none_and_a_shorter_one_is_refused() -> None:
+    assert of("Mistral", sliding_window=128) == of("Mistral", sliding_window=4096)
+    kinds = ["sliding_attention", "full_attention"]
+    of("Gemma2", hidden_act="gelu_pytorch_tanh", sliding_window=128, layer_types=kinds)
+    for architecture in ("Mistral", "Qwen3", "Phi3", "SmolLM3"):
+        with pytest.raises(ModelError, match=r"sliding_window=127: .*max_position_embeddings=128"):
+            of(architecture, sliding_window=127)
+    for architecture in ("Mistral", "Gemma2"):      # their configs mean 4096 when they do not say
+        with pytest.raises(ModelError, match="sliding_window=4096"):
+            of(architecture, max_position_embeddings=8192, hidden_act=None)
+    config = {**tiny.hf_config(architectures=["MistralForCausalLM"], max_position_embeddings=8192),
+              "sliding_window": None}
+    assert spec_from_config(Fields(config, "config.json"), NO_HEAD).max_position == 8192
+
+
+def test_biases_are_taken_where_the_family_has_them_and_refused_elsewhere() -> None:
+    llama = spec(attention_bias=True, mlp_bias=True)
+    assert llama.has_qkv_bias and llama.has_o_bias and llama.has_mlp_bias
+    qwen2 = of("Qwen2")
+    assert qwen2.has_qkv_bias and not qwen2.has_o_bias
+    for architecture, field in (("Mistral", "attention_bias"), ("Mistral", "mlp_bias"), ("Qwen3", "mlp_bias"),
+                                ("StableLm", "qk_layernorm"), ("StableLm", "use_parallel_residual")):
+        with pytest.raises(ModelError, match=field):
+            of(architecture, **{field: True}, layer_norm_eps=1e-5)
+
+
+def test_partial_rotation_is_read_in_both_layouts_where_the_family_has_it() -> None:
+    stable = {"layer_norm_eps": 1e-5}
+    assert of("StableLm", **stable).rotary_dim == 4      # a quarter unless it says
+    assert of("StableLm", partial_rotary_factor=0.5, **stable).rotary_dim == 8
+    assert of("Phi3", rope_parameters={"partial_rotary_factor": 0.75}).rotary_dim == 12
+    assert of("Phi3").rotary_dim is None
+    for factor in (0.0, 1.5, 0.2):      # 0.2: three dims of 16
+        with pytest.raises(ModelError, match=r"partial_rotary_factor|rotary_dim"):
+            of("Phi3", partial_rotary_factor=factor)
+
+
+@pytest.mark.parametrize("fields", [
+    {"factor": 4.0}, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                      "original_max_position_embeddings": 64},
+    {"factor": 2.0, "original_max_position_embeddings": 64}], ids=["linear", "llama3", "yarn"])
+def test_scalings_are_the_same_in_both_layouts(fields: dict[str, float], request: pytest.FixtureRequest) -> None:
+    kind = request.node.callspec.id
+    old = spec(rope_theta=1e5, rope_scaling={"type": kind, **fields})
+    new = spec(rope_theta=None, rope_parameters={"rope_type": kind, "rope_theta": 1e5, **fields})
+    assert old == new and old.rope_scaling is not None
+    assert old.max_position == {"linear": 512, "llama3": 128, "yarn": 128}[kind]
+    with pytest.raises(ModelError, match="factor=3"):
+        spec(rope_scaling={"type": kind, **fields, "factor": 3.0}, rope_parameters={"rope_type": kind, **fields})
+
+
+def test_longrope_picks_its_factors_once_by_the_length_it_is_loaded_for() -> None:
+    short, long = [1.0, 1.5] * 4, [2.0, 4.0] * 4
+    scaling = {"type": "su", "short_factor": short, "long_factor": long}
+    rope = of("Phi3", rope_scaling=scaling, original_max_position_embeddings=32).rope_scaling
+    assert rope is not None
+    base = 1e5 ** (-np.arange(0, 16, 2) / 16)
+    magnitude = (1 + np.log(4) / np.log(32)) ** 0.5     # 128 / 32
+    for num_positions, factors in ((32, short), (33, long)):
+        angles = np.arange(num_positions)[:, None] * base / factors
+        expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude
+        np.testing.assert_allclose(rope_table(num_positions, 16, 1e5, rope), expected, atol=1e-6)
+    wrong = of("Phi3", rope_scaling={**scaling, "short_factor": [1.0]}, original_max_position_embeddings=32)
+    with pytest.raises(ModelError, match="1 factors for 8 frequencies"):
+        rope_table(32, 16, 1e5, wrong.rope_scaling)
+
+
+def test_smollm3_names_the_layers_it_does_not_rotate() -> None:
+    assert of("SmolLM3", num_hidden_layers=9).unrotated_layers == (3, 7)
+    assert of("SmolLM3", no_rope_layers=[0, 1]).unrotated_layers == (0,)
+    with pytest.raises(ModelError, match="no_rope_layers"):
+        of("SmolLM3", no_rope_layers=[0, 1, 1])
+
+
+def test_an_absent_soft_cap_is_the_familys_and_null_is_none() -> None:
+    config = tiny.hf_config(architectures=["Gemma2ForCausalLM"], hidden_act="gelu_pytorch_tanh")
+    gemma = spec_from_config(Fields({**config, "attn_logit_softcapping": None}, "config.json"), NO_HEAD)
+    assert (gemma.attention_softcap, gemma.logit_softcap, gemma.embedding_scale) == (None, 30.0, 8.0)
+
+
+def test_the_readme_lists_the_families_of_the_table() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    _, _, rest = readme.partition("<!-- families: generated by paceline.model.family_table.families_markdown -->\n")
+    block, found, _ = rest.partition("<!-- /families -->")
+    assert found and block == families_markdown()
 
 
 def test_the_tie_flag_at_either_level_or_absent(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,7 +230,7 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("expert_count", 8), ("attention.sliding_window", 4096), ("rope.dimension_count", 8), ("vocab_size", 32),
+    ("expert_count", 8), ("attention.sliding_window", 100), ("rope.dimension_count", 8), ("vocab_size", 32),
     ("attention.value_length", 8), ("logit_scale", 2),
 ])
 def test_gguf_fields_we_do_not_compute_are_refused(tmp_path: Path, field: str, value: int) -> None:

@@ -117,6 +117,36 @@ def test_silu_mul_survives_large_gates() -> None:
     np.testing.assert_allclose(y, gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=1e-30)
 
 
+def test_layer_norm_and_slices() -> None:
+    record, x, weight, bias = recorder(), normal(5, 32) + 2, normal(32), normal(32)
+    out = record.layer_norm(record.buffer("tokens", 32), record.weight("w", weight), record.weight("b", bias), 1e-5,
+                            record.buffer("tokens", 32))
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-5) * weight + bias
+    np.testing.assert_allclose(run_one(record, [x]).buffers[out.buffer_id], expected, rtol=1e-4, atol=2e-6)
+    record = recorder()
+    record.rms_norm_slices(record.buffer("tokens", 32), record.weight("w", weight[:8]), 1e-5, 8, 2)
+    y, expected = run_one(record, [x]).buffers[0], wide.copy()
+    for first in (8, 16):
+        part = wide[:, first : first + 8]
+        expected[:, first : first + 8] = part / np.sqrt((part**2).mean(1, keepdims=True) + 1e-5) * weight[:8]
+    np.testing.assert_allclose(y, expected, rtol=2e-6)
+
+
+def test_gelu_scale_softcap_and_scaled_add() -> None:
+    record, gate_up = recorder(), normal(5, 24) * 3
+    out = record.gelu_tanh_mul(record.buffer("tokens", 24), record.buffer("tokens", 12))
+    gate, up = gate_up[:, :12].astype(np.float64), gate_up[:, 12:]
+    expected = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    np.testing.assert_allclose(run_one(record, [gate_up]).buffers[out.buffer_id], expected, rtol=1e-4, atol=1e-6)
+    x, y = normal(5, 8), normal(5, 8)
+    for write, expected in ((lambda r, b: r.scale(b, 3.0), x * 3), (lambda r, b: r.softcap(b, 2.0), 2 * np.tanh(x / 2)),
+                            (lambda r, b: r.add(b, r.buffer("tokens", 8), 0.5), x + y / 2)):
+        record = recorder()
+        write(record, record.buffer("tokens", 8))
+        np.testing.assert_allclose(run_one(record, [x, y]).buffers[0], expected, rtol=1e-6)
+
+
 def test_add_and_select_wanted() -> None:
     record, x, y = recorder(), normal(5, 8), normal(5, 8)
     record.add(record.buffer("tokens", 8), record.buffer("tokens", 8))

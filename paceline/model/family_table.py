@@ -1,0 +1,203 @@
+"""The families: one row each. What sets a family apart is declared here, as features of ModelSpec and as names of
+tensors; no other file asks which family it has.
+
+A reader takes the features whose values stand in the file (`reads`); traits hold for every model of the family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .fields import Fields
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}     # hidden_act -> ModelSpec.activation
+
+Reader = Callable[[Fields, str], dict[str, Any]]    # the file's fields, and what their names start with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    name: str
+    title: str                                # for people: what a reader of the README looks for
+    hf_architecture: str
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    reads: Reader = lambda config, prefix: {}
+    hf_names: Mapping[str, str] = field(default_factory=dict)       # beyond HF_NAMES, or in place of them
+    has_offset_norms: bool = False            # config.json: a norm's weight is stored less 1
+    takes_attention_bias: bool = False        # attention_bias means biases on q, k, v and o
+    takes_mlp_bias: bool = False
+    default_rotary_share: float | None = None    # of a head's dims, where the config does not say; None: always all
+    default_window: int | None = None         # sliding_window of a config that does not name it
+    default_rope_theta: float = 10000.0       # what transformers and llama.cpp assume when a file does not say
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    gguf_architecture: str | None = None      # None: its GGUF files are not read
+    gguf_permutes_qk: bool = False            # converters reorder the rows of q and k in every head (pairs interleaved)
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_reads: Reader = lambda metadata, prefix: {}
+    gguf_takes: frozenset[str] = frozenset()  # fields that only some families have, and that gguf_reads reads
+
+
+# Canonical name -> the file's name; {i} is the layer. A bias's name ends in .bias where its weight's ends in .weight.
+# Where several canonical names share one tensor, its rows hold them one after the other.
+HF_NAMES = {
+    "embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
+    "attn_norm": "model.layers.{i}.input_layernorm.weight",
+    "mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    "q": "model.layers.{i}.self_attn.q_proj.weight", "k": "model.layers.{i}.self_attn.k_proj.weight",
+    "v": "model.layers.{i}.self_attn.v_proj.weight", "o": "model.layers.{i}.self_attn.o_proj.weight",
+    "q_norm": "model.layers.{i}.self_attn.q_norm.weight", "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+    "gate": "model.layers.{i}.mlp.gate_proj.weight", "up": "model.layers.{i}.mlp.up_proj.weight",
+    "down": "model.layers.{i}.mlp.down_proj.weight",
+    "attn_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    "mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
+}
+GGUF_NAMES = {
+    "embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight",
+    "rope_factors": "rope_freqs.weight",
+    "attn_norm": "blk.{i}.attn_norm.weight", "mlp_norm": "blk.{i}.ffn_norm.weight",
+    "q": "blk.{i}.attn_q.weight", "k": "blk.{i}.attn_k.weight", "v": "blk.{i}.attn_v.weight",
+    "q_norm": "blk.{i}.attn_q_norm.weight", "k_norm": "blk.{i}.attn_k_norm.weight",
+    "o": "blk.{i}.attn_output.weight", "gate": "blk.{i}.ffn_gate.weight",
+    "up": "blk.{i}.ffn_up.weight", "down": "blk.{i}.ffn_down.weight",
+    "attn_post_norm": "blk.{i}.post_attention_norm.weight", "mlp_post_norm": "blk.{i}.post_ffw_norm.weight",
+}
+_GELU_ONLY = {"gelu": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}    # Gemma's "gelu" always meant the tanh one
+_QKV = "model.layers.{i}.self_attn.qkv_proj.weight"
+_GGUF_QKV = "blk.{i}.attn_qkv.weight"
+_GATE_UP = "model.layers.{i}.mlp.gate_up_proj.weight"
+
+
+# ---- readers
+
+def _smollm3(config: Fields, prefix: str) -> dict[str, Any]:
+    num_layers = config.integer("num_hidden_layers")
+    is_rotated = config.integers("no_rope_layers")    # 1 where positions are rotated, whatever the name says
+    interval = config.integer("no_rope_layer_interval", 4)
+    if is_rotated and len(is_rotated) != num_layers:
+        raise config.refuse("no_rope_layers", f"must have one entry for each of the {num_layers} layers")
+    if interval < 1:
+        raise config.refuse("no_rope_layer_interval", "must be at least 1")
+    if is_rotated:
+        return {"unrotated_layers": tuple(i for i, flag in enumerate(is_rotated) if not flag)}
+    return {"unrotated_layers": every_nth(num_layers, interval)}
+
+
+def every_nth(num_layers: int, interval: int) -> tuple[int, ...]:
+    if num_layers > 10**5:      # a claim, not a model; its tensors will be counted
+        return ()
+    return tuple(range(interval - 1, num_layers, interval))
+
+
+def _smollm3_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    return {"unrotated_layers": every_nth(metadata.integer(f"{prefix}block_count"), 4)}    # as llama.cpp fixes it
+
+
+def _granite(config: Fields, prefix: str) -> dict[str, Any]:
+    return {
+        "embedding_scale": _positive(config, "embedding_multiplier", 1.0),
+        "residual_scale": _positive(config, "residual_multiplier", 1.0),
+        "attention_scale": _positive(config, "attention_multiplier", 1.0),
+        "logit_scale": 1.0 / _positive(config, "logits_scaling", 1.0),
+    }
+
+
+def _granite_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    has_scale = metadata.has(f"{prefix}attention.scale")
+    return {
+        "embedding_scale": _positive(metadata, f"{prefix}embedding_scale", 1.0),
+        "residual_scale": _positive(metadata, f"{prefix}residual_scale", 1.0),
+        "attention_scale": _positive(metadata, f"{prefix}attention.scale", 1.0) if has_scale else None,
+        "logit_scale": 1.0 / _positive(metadata, f"{prefix}logit_scale", 1.0),
+    }
+
+
+def _stablelm_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    if metadata.flag(f"{prefix}use_parallel_residual", False):
+        raise metadata.refuse(f"{prefix}use_parallel_residual", "is not supported")
+    return {}
+
+
+def _stablelm(config: Fields, prefix: str) -> dict[str, Any]:
+    for name in ("qk_layernorm", "use_parallel_residual"):
+        if config.flag(name, False):
+            raise config.refuse(name, "is not supported")
+    return {"has_qkv_bias": config.flag("use_qkv_bias", False)}
+
+
+def _gemma(config: Fields, prefix: str) -> dict[str, Any]:
+    if config.flag("use_bidirectional_attention", False):
+        raise config.refuse("use_bidirectional_attention", "is not supported")
+    return {"embedding_scale": config.integer("hidden_size") ** 0.5}
+
+
+def _gemma_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    return {"activation": "gelu_tanh", "embedding_scale": metadata.integer(f"{prefix}embedding_length") ** 0.5}
+
+
+def _gemma2(config: Fields, prefix: str) -> dict[str, Any]:
+    return {
+        **_gemma(config, prefix),
+        "attention_scale": _positive(config, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "attention_softcap": _cap(config, "attn_logit_softcapping", 50.0),
+        "logit_softcap": _cap(config, "final_logit_softcapping", 30.0),
+    }
+
+
+def _cap(config: Fields, name: str, default: float) -> float | None:
+    """null means none, an absent field the default."""
+    if name in config.values and config.values[name] is None:
+        return None
+    return _positive(config, name, default)
+
+
+def _positive(config: Fields, name: str, default: float) -> float:
+    value = config.number(name, default)
+    if not 0 < value < float("inf"):
+        raise config.refuse(name, "must be positive and finite")
+    return value
+
+
+# ---- the table
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (
+    Family(name="llama", title="Llama 2, 3, 3.1, 3.2; SmolLM2", hf_architecture="LlamaForCausalLM",
+           takes_attention_bias=True, takes_mlp_bias=True, gguf_architecture="llama", gguf_permutes_qk=True),
+    Family(name="smollm3", title="SmolLM3", hf_architecture="SmolLM3ForCausalLM", reads=_smollm3,
+           takes_attention_bias=True, takes_mlp_bias=True, default_rope_theta=2000000.0,
+           gguf_architecture="smollm3", gguf_permutes_qk=True, gguf_reads=_smollm3_gguf),
+    Family(name="mistral", title="Mistral, while its window covers its length", hf_architecture="MistralForCausalLM",
+           default_window=4096),
+    Family(name="qwen2", title="Qwen 2, 2.5", hf_architecture="Qwen2ForCausalLM", traits={"has_qkv_bias": True},
+           gguf_architecture="qwen2"),
+    Family(name="qwen3", title="Qwen 3", hf_architecture="Qwen3ForCausalLM", traits={"qk_norm": "head"},
+           takes_attention_bias=True, gguf_architecture="qwen3"),
+    Family(name="granite", title="Granite 3", hf_architecture="GraniteForCausalLM", reads=_granite,
+           takes_attention_bias=True, takes_mlp_bias=True, gguf_architecture="granite", gguf_permutes_qk=True,
+           gguf_reads=_granite_gguf,
+           gguf_takes=frozenset({"logit_scale", "embedding_scale", "residual_scale", "attention.scale"})),
+    Family(name="olmo2", title="OLMo 2", hf_architecture="Olmo2ForCausalLM",
+           traits={"norm_placement": "after", "qk_norm": "width"}, takes_attention_bias=True,
+           gguf_architecture="olmo2"),
+    Family(name="phi3", title="Phi 3, Phi 4", hf_architecture="Phi3ForCausalLM", default_rotary_share=1.0,
+           hf_names={"q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP, "up": _GATE_UP}, gguf_architecture="phi3",
+           gguf_names={"q": _GGUF_QKV, "k": _GGUF_QKV, "v": _GGUF_QKV, "gate": GGUF_NAMES["up"]}),
+    Family(name="stablelm", title="StableLM", hf_architecture="StableLmForCausalLM", traits={"norm": "layer"},
+           reads=_stablelm, default_rotary_share=0.25, gguf_architecture="stablelm", gguf_reads=_stablelm_gguf),
+    Family(name="gemma", title="Gemma 1", hf_architecture="GemmaForCausalLM", reads=_gemma, has_offset_norms=True,
+           takes_attention_bias=True, activations=_GELU_ONLY, gguf_architecture="gemma", gguf_reads=_gemma_gguf),
+    Family(name="gemma2", title="Gemma 2, while its window covers its length", hf_architecture="Gemma2ForCausalLM",
+           traits={"norm_placement": "both"}, reads=_gemma2, has_offset_norms=True, takes_attention_bias=True,
+           default_window=4096, activations=_GELU_ONLY,
+           hf_names={"mlp_norm": "model.layers.{i}.pre_feedforward_layernorm.weight"}),
+)}
+
+
+def families_markdown() -> str:
+    """The table in README.md."""
+    lines = ["| family | models | config.json | GGUF |", "|---|---|---|---|"]
+    for family in FAMILIES.values():
+        gguf = f"`{family.gguf_architecture}`" if family.gguf_architecture else "not yet"
+        lines.append(f"| {family.name} | {family.title} | `{family.hf_architecture}` | {gguf} |")
+    return "\n".join(lines) + "\n"

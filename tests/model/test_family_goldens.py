@@ -1,0 +1,137 @@
+"""Every family against transformers: a tiny random checkpoint each, in f32, on the oracle and on every C++ path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.model.decoder import record_decoder
+from paceline.model.families import (
+    FAMILIES,
+    spec_from_config,
+    spec_from_gguf,
+    weights_from_config,
+    weights_from_gguf,
+)
+from paceline.model.fields import read_json_fields
+from paceline.model.gguf import read_gguf
+from paceline.model.loader import open_model
+from paceline.model.safetensors import read_directory
+from paceline.model.spec import ModelSpec, Weights
+from paceline.ops.numpy_ops import NumpyBackend
+from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
+from tests.golden.family_gguf import GGUF_CASES, write_gguf
+from tests.runner.helpers import BACKENDS, Generation, generate, kv_of, make_executor, one_row_batch
+
+BLOCKS = (4, 1, 9, 2)
+
+
+@cache
+def opened(name: str) -> tuple[ModelSpec, Weights]:
+    directory = DIRECTORY / name
+    files = read_directory(directory)
+    spec = spec_from_config(read_json_fields(directory / "config.json"), files.tensors)
+    return spec, weights_from_config(spec, files.tensors, str(directory))
+
+
+@cache
+def expected(name: str) -> tuple[np.ndarray, list[int]]:
+    with np.load(DIRECTORY / name / "expected.npz") as file:
+        return file["logits"], file["greedy"].tolist()
+
+
+def test_every_family_has_a_golden() -> None:
+    assert {opened(name)[0].family for name in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, backend_name: str) -> None:
+    spec, weights = opened(name)
+    backend = BACKENDS[backend_name]()
+    runner = backend.bind(record_decoder(spec, weights, backend, "f32", MAX_POSITION), kv_of(spec, dtype="f32"))
+    logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS), wants_logits=True).logits
+    runner.close()
+    assert logits is not None
+    assert np.abs(logits - expected(name)[0]).max() < 1e-4
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_transformers_in_any_company(name: str, backend_name: str) -> None:
+    """Alone and whole, then in chunks beside others: the same tokens, log-probabilities and logits, bit for bit."""
+    spec, weights = opened(name)
+    alone = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY)
+    executor = make_executor(kv_of(spec, dtype="f32"), BACKENDS[backend_name](), spec, weights)
+    generate(executor, [alone])
+    assert alone.drawn == expected(name)[1]
+    for chunk in (1, 7):
+        hero = Generation("hero", list(TOKENS), (30, 31, 32, 33), num_new=NUM_GREEDY)
+        mates = [Generation("mate", TOKENS[5:30], (0, 3, 5)), Generation("short", TOKENS[:1], (6, 7), num_new=9)]
+        generate(executor, [mates[0], hero, mates[1]], chunk)
+        assert hero.outcome == alone.outcome, chunk
+    executor.close()
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_the_same_checkpoint_as_gguf_gives_the_same_logits_and_tokens(
+        name: str, backend_name: str, tmp_path: Path) -> None:
+    file = read_gguf(write_gguf(name, tmp_path / "model.gguf"))
+    spec = spec_from_gguf(file.fields, file.tensors)
+    weights = weights_from_gguf(spec, file.tensors, "model.gguf")
+    hero = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY)
+    executor = make_executor(kv_of(spec, dtype="f32"), BACKENDS[backend_name](), spec, weights)
+    generate(executor, [hero])
+    executor.close()
+    assert hero.drawn == expected(name)[1]
+    assert np.abs(np.frombuffer(hero.logits[0], np.float32) - expected(name)[0][-1]).max() < 1e-4
+
+
+def test_every_family_that_reads_gguf_has_a_gguf_golden() -> None:
+    architectures = {family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture}
+    assert architectures == set(GGUF_CASES.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_is_opened_as_any_directory_is(name: str) -> None:
+    files = open_model(str(DIRECTORY / name))
+    assert files.spec == opened(name)[0] and set(files.weights) == set(opened(name)[1])
+    assert files.tokenizer.encode("Hi!") == list(b"Hi!") and files.eos_token_ids == {2}
+
+
+NEUTRAL: dict[str, Any] = {
+    "activation": "silu", "qk_norm": "none", "has_qkv_bias": False, "has_o_bias": False, "has_mlp_bias": False,
+    "rotary_dim": None, "rope_scaling": None, "unrotated_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0,
+    "attention_scale": None, "attention_softcap": None, "logit_scale": 1.0, "logit_softcap": None,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_goldens_would_notice_every_feature_that_is_left_out(name: str) -> None:
+    spec, weights = opened(name)
+    backend = NumpyBackend()
+    for feature in (feature for feature, value in NEUTRAL.items() if getattr(spec, feature) != value):
+        without = replace(spec, **{feature: NEUTRAL[feature]})
+        runner = backend.bind(record_decoder(without, weights, backend, "f32", MAX_POSITION), kv_of(spec, dtype="f32"))
+        logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS), wants_logits=True).logits
+        assert logits is not None and np.abs(logits - expected(name)[0]).max() > 0.01, feature
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("name", ["granite", "olmo2", "stablelm", "gemma2-wide-window"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_rounded_weights_and_cache_are_exact_in_any_company_too(name: str, backend_name: str, dtype: str) -> None:
+    spec, weights = opened(name)
+    executor = make_executor(kv_of(spec, dtype="bf16"), BACKENDS[backend_name](), spec, weights, dtype)
+    alone = Generation("hero", list(TOKENS), BLOCKS)
+    generate(executor, [alone])
+    hero, mate = Generation("hero", list(TOKENS), (30, 31, 32)), Generation("mate", TOKENS[5:30], (0, 3, 5))
+    generate(executor, [mate, hero], chunk=7)
+    assert hero.outcome == alone.outcome
+    executor.close()
