@@ -19,8 +19,7 @@ constexpr int64_t kRowTile = 64;              // beyond: rows a tile takes
 constexpr int64_t kWeightTileBytes = 96 << 10;
 constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
-constexpr int64_t kTilesPerThread = 6;        // or more, for the sake of:
-constexpr int64_t kMaxTileBytes = 384 << 10;  // a thread that has nothing left to claim waits for this much at most
+constexpr int64_t kTilesPerThread = 6;        // more would end evener, but one row pays about 1 us for each tile it starts
 constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close
 
 std::string text(int64_t number) { return std::to_string(number); }
@@ -296,26 +295,13 @@ void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
   }
 }
 
-// How many steps of strips a tile takes, `most` or somewhat fewer: those that leave the busiest thread with the least to do.
-int64_t even_tiles(int64_t num_steps, int64_t most, int64_t threads) {
-  int64_t best = most;
-  const auto busiest = [&](int64_t steps) { return ceil_div(ceil_div(num_steps, steps), threads) * steps; };
-  for (int64_t steps = most - 1; steps >= std::max<int64_t>(ceil_div(most, 2), 1); --steps) {
-    if (busiest(steps) < busiest(best)) best = steps;
-  }
-  return best;
-}
-
 Runner::Tiling Runner::tile_linear(const Step& step, int64_t num_rows) const {
   const int64_t strips = step.weight->num_strips;
   const int64_t bytes = strip_bytes(*step.weight);
   Tiling tiling;
   if (num_rows <= kFewRows) {
-    const int64_t threads = pool_->num_threads();
-    const int64_t wanted = std::min(ceil_div(strips, threads * kTilesPerThread), kMaxTileBytes / bytes);
-    const int64_t most = ceil_div(std::max(wanted, ceil_div(kMinTileBytes, bytes)), kStripStep);
     tiling.rows_per_tile = num_rows;
-    tiling.strips_per_tile = even_tiles(ceil_div(strips, kStripStep), most, threads) * kStripStep;
+    tiling.strips_per_tile = std::max(ceil_div(strips, pool_->num_threads() * kTilesPerThread), ceil_div(kMinTileBytes, bytes));
   } else {
     tiling.rows_per_tile = kRowTile;
     tiling.strips_per_tile = std::max<int64_t>(kWeightTileBytes / bytes, 1);
