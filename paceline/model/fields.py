@@ -29,7 +29,10 @@ class Fields:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: Any = _MISSING) -> int:
-        return self._get(name, default, (int,), "an integer")
+        value = self._get(name, default, (int,), "an integer")
+        if value is not None and not -(2**63) <= value < 2**63:     # what may follow is arithmetic in floats
+            raise self.refuse(name, "is out of range")
+        return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         value = self._get(name, default, (int, float), "a number")

@@ -79,6 +79,9 @@ class YarnScaling:
         return frequencies / self.factor * ramp + frequencies * (1 - ramp), self.attention_factor
 
     def _dim_of_turns(self, turns: float, frequencies: F64, theta: float) -> float:
+        """The frequency that makes so many turns over the original context, as a fractional index."""
+        if theta <= 1:
+            raise ModelError(f"yarn: rope_theta={theta} must be above 1")
         return len(frequencies) * math.log(self.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
 
     def max_position(self, max_position: int) -> int:
@@ -135,8 +138,8 @@ def _yarn(rope: Fields, config: Fields) -> YarnScaling:
     factor = _at_least_one(rope, "factor")
     mscales = [rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     default = _mscale(factor, mscales[0]) / _mscale(factor, mscales[1]) if all(mscales) else _mscale(factor, 1.0)
-    return YarnScaling(factor, _original_max_position(rope, config), rope.number("beta_fast", 32.0),
-                       rope.number("beta_slow", 1.0), _positive(rope, "attention_factor", default),
+    return YarnScaling(factor, _original_max_position(rope, config), _positive(rope, "beta_fast", 32.0),
+                       _positive(rope, "beta_slow", 1.0), _positive(rope, "attention_factor", default),
                        rope.flag("truncate", True))
 
 
@@ -176,8 +179,8 @@ def _positive(rope: Fields, name: str, default: float) -> float:
 
 def _at_least_one(rope: Fields, name: str) -> float:
     value = rope.number(name)
-    if not 1 <= value < float("inf"):
-        raise rope.refuse(name, "must be finite and at least 1")
+    if not 1 <= value <= 1e6:
+        raise rope.refuse(name, "must be from 1 to a million")
     return value
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.errors import ModelError
 from paceline.model.decoder import AUTO_FORMS
@@ -18,6 +20,7 @@ from paceline.model.loader import open_model
 from paceline.model.rope import rope_table
 from paceline.model.spec import ModelSpec
 from paceline.ops.interface import SourceTensor
+from tests.golden.family_cases import CASES, DIRECTORY
 
 from . import tiny
 
@@ -70,6 +73,24 @@ def test_what_is_not_computed_is_refused_by_its_name(field: str, value: Any) -> 
              "hidden_size": "hidden_size"}.get(field, field)
     with pytest.raises(ModelError, match=rf"{shown}|{field}"):
         spec(**{field: value})
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_whatever_a_config_holds_the_end_is_a_spec_or_our_own_error(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(CASES)))
+    config = json.loads((DIRECTORY / name / "config.json").read_text())
+    values = st.sampled_from([None, 0, 1, -1, 3, 2**70, 10**400, 0.0, 0.3, 1e308, float("nan"), float("inf"), True,
+                              False, "", "silu", "yarn", [], [1], ["x"], {}, {"rope_type": "linear"}])
+    for target in (config, config["rope_parameters"]):
+        for field in data.draw(st.lists(st.sampled_from(sorted(target)), max_size=2)):
+            target[field] = data.draw(values)
+    try:
+        found = spec_from_config(Fields(config, "config.json"), NO_HEAD)
+        if found.head_dim < 1000:
+            rope_table(8, found.rotated_dims // 2 * 2, found.rope_theta, found.rope_scaling)
+    except ModelError as error:
+        assert str(error)
 
 
 def test_head_dim_of_the_config_wins() -> None:
