@@ -25,6 +25,7 @@ from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
 from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
 from .model.loader import ModelFiles, open_model
+from .model.rope import rope_choice
 from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
@@ -91,8 +92,9 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """Names everything a token depends on beside the request: build, path, weight forms, KV dtype, the files."""
         forms = "+".join(sorted(self.weight_forms))
+        rope = rope_choice(self.files.spec.rope_scaling, self.max_model_len)
         return "-".join((f"paceline_{__version__}", self.backend.path_name, forms, f"kv_{self.config.kv_dtype}",
-                         self.files.model_hash[:8]))
+                         *([] if rope is None else [rope]), self.files.model_hash[:8]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
 // Verbs that work on one row at a time: the same bits alone and in company, and close to double precision.
+#include <algorithm>
+#include <functional>
+
 #include "../pack.h"
 #include "check.h"
 
@@ -95,6 +98,77 @@ void test_prepare(const KernelTable& table, Form form) {
   }
 }
 
+// layer_norm, rms_norm_slices, gelu_tanh_mul, scale, softcap: against double precision, and row by row.
+struct Verb {
+  const char* name;
+  int64_t in_width, out_width;
+  std::function<void(const float* x, float* out, int64_t first, int64_t last)> run;
+  std::function<double(const float* row, int64_t i)> right;
+};
+
+void test_verb(const KernelTable& table, const Verb& verb) {
+  Random random(static_cast<uint64_t>(verb.in_width) + 23);
+  const std::vector<float> x = random.bells(kRows * verb.in_width, 4.0f);
+  std::vector<float> whole(static_cast<size_t>(kRows * verb.out_width)), alone(whole.size());
+  verb.run(x.data(), whole.data(), 0, kRows);
+  const std::string label = std::string(table.name) + " " + verb.name + " " + std::to_string(verb.out_width);
+  Check exact(label + " rows alone"), error(label + " error");
+  for (int64_t row = 0; row < kRows; ++row) {
+    verb.run(x.data(), alone.data(), row, row + 1);
+    exact.same_bits(whole.data() + row * verb.out_width, alone.data() + row * verb.out_width, verb.out_width, "row", row);
+    for (int64_t i = 0; i < verb.out_width; ++i) {
+      const double right = verb.right(x.data() + row * verb.in_width, i);
+      const double got = whole[static_cast<size_t>(row * verb.out_width + i)];
+      error.expect(std::fabs(got - right) <= 5e-6 * std::fabs(right) + 5e-6, "row %d: %.9g, should be %.9g",
+                   static_cast<int>(row), got, right);
+    }
+  }
+}
+
+double mean_of(const float* values, int64_t count, double centre, int power) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; ++i) sum += std::pow(static_cast<double>(values[i]) - centre, power);
+  return sum / static_cast<double>(count);
+}
+
+void test_more_verbs(const KernelTable& table, int64_t width) {
+  Random random(static_cast<uint64_t>(width) + 29);
+  const std::vector<float> weight = random.bells(width), bias = random.bells(width);
+  const auto copy = [](const float* x, float* out, int64_t stride, int64_t first, int64_t last) {
+    std::copy(x + first * stride, x + last * stride, out + first * stride);
+  };
+  test_verb(table, {"layer_norm", width, width, [&](const float* x, float* out, int64_t first, int64_t last) {
+    table.layer_norm(x, weight.data(), bias.data(), 1e-5f, out, width, first, last);
+  }, [&](const float* row, int64_t i) {
+    const double mean = mean_of(row, width, 0.0, 1);
+    const size_t at = static_cast<size_t>(i);
+    return (row[i] - mean) / std::sqrt(mean_of(row, width, mean, 2) + 1e-5) * weight[at] + bias[at];
+  }});
+  const int64_t sliced = 3 * width + 5;    // two slices from column 5 on, one left alone
+  test_verb(table, {"rms_norm_slices", sliced, sliced, [&](const float* x, float* out, int64_t first, int64_t last) {
+    copy(x, out, sliced, first, last);
+    table.rms_norm_slices(out, weight.data(), 1e-5f, sliced, 5, width, 2, first, last);
+  }, [&](const float* row, int64_t i) {
+    if (i < 5 || i >= 5 + 2 * width) return static_cast<double>(row[i]);
+    const int64_t slice = 5 + (i - 5) / width * width;
+    return row[i] / std::sqrt(mean_of(row + slice, width, 0.0, 2) + 1e-5) * weight[static_cast<size_t>(i - slice)];
+  }});
+  test_verb(table, {"gelu_tanh_mul", 2 * width, width, [&](const float* x, float* out, int64_t first, int64_t last) {
+    table.gelu_tanh_mul(x, out, width, first, last);
+  }, [&](const float* row, int64_t i) {
+    const double gate = row[i];
+    return 0.5 * gate * (1.0 + std::tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * row[width + i];
+  }});
+  test_verb(table, {"scale", width, width, [&](const float* x, float* out, int64_t first, int64_t last) {
+    copy(x, out, width, first, last);
+    table.scale(out, 0.22f, width, first, last);
+  }, [&](const float* row, int64_t i) { return static_cast<double>(row[i] * 0.22f); }});
+  test_verb(table, {"softcap", width, width, [&](const float* x, float* out, int64_t first, int64_t last) {
+    copy(x, out, width, first, last);
+    table.softcap(out, 3.0f, width, first, last);
+  }, [&](const float* row, int64_t i) { return 3.0 * std::tanh(row[i] / 3.0); }});
+}
+
 void test_embed(const KernelTable& table, Form form) {
   const int64_t vocab_size = 50, width = 64;
   Random random(13);
@@ -120,6 +194,7 @@ void test_elementwise(const KernelTable& table) {
     test_rms_norm(table, width);
     test_silu_mul(table, width);
     test_add(table, width);
+    test_more_verbs(table, width);
   }
   for (Form form : {Form::bf16, Form::int8, Form::int4}) test_prepare(table, form);
   for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_embed(table, form);

@@ -30,6 +30,13 @@ class RopeScaling(Protocol):
         ...
 
 
+def rope_choice(scaling: RopeScaling | None, num_positions: int) -> str | None:
+    """Names what the length a model is loaded for decided about its numbers; None where it decides nothing."""
+    if not isinstance(scaling, LongRopeScaling):
+        return None
+    return "rope_long" if scaling.uses_long_factors(num_positions) else "rope_short"
+
+
 @dataclass(frozen=True)
 class LinearScaling:
     factor: float
@@ -98,10 +105,13 @@ class LongRopeScaling:
     attention_factor: float
 
     def scaled(self, frequencies: F64, theta: float, num_positions: int) -> tuple[F64, float]:
-        factors = self.long_factors if num_positions > self.original_max_position else self.short_factors
+        factors = self.long_factors if self.uses_long_factors(num_positions) else self.short_factors
         if len(factors) != len(frequencies):
             raise ModelError(f"longrope: {len(factors)} factors for {len(frequencies)} frequencies")
         return frequencies / np.array(factors), self.attention_factor
+
+    def uses_long_factors(self, num_positions: int) -> bool:
+        return num_positions > self.original_max_position
 
     def max_position(self, max_position: int) -> int:
         return max_position

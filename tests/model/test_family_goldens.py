@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.build import load_model
+from paceline.config import ModelConfig
 from paceline.model.decoder import record_decoder
 from paceline.model.families import (
     FAMILIES,
@@ -103,6 +105,12 @@ def test_a_checkpoint_is_opened_as_any_directory_is(name: str) -> None:
     files = open_model(str(DIRECTORY / name))
     assert files.spec == opened(name)[0] and set(files.weights) == set(opened(name)[1])
     assert files.tokenizer.encode("Hi!") == list(b"Hi!") and files.eos_token_ids == {2}
+
+
+def test_the_fingerprint_says_which_factors_longrope_took() -> None:
+    prints = [load_model(ModelConfig(model=str(DIRECTORY / name), isa="numpy", max_model_len=length)).fingerprint
+              for name, length in (("phi3-long", 33), ("phi3-long", 32), ("phi3", 32))]
+    assert "-rope_long-" in prints[0] and "-rope_short-" in prints[1] and "rope" not in prints[2]
 
 
 NEUTRAL: dict[str, Any] = {
