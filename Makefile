@@ -1,4 +1,4 @@
-# make serve | test | lint | oracle | test-arm | test-native | bench | clean. Each target sets up what it needs, once.
+# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | clean. Each target sets up what it needs, once.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -26,7 +26,7 @@ NEEDED_TOOLS = $$(cmake --version 2>/dev/null | awk 'NR == 1 { split($$3, v, "."
                END { if (!found) print "cmake" }') $$(command -v ninja >/dev/null || echo ninja)
 
 .DELETE_ON_ERROR:
-.PHONY: serve install test lint oracle test-arm test-native bench clean
+.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench clean
 
 serve: $(INSTALLED) .venv/installed-model
 	@exec $(BIN)/paceline serve '$(MODEL)' --port $(PORT) $(ARGS)
@@ -107,7 +107,7 @@ clean:
 # The packages of one extra, read from pyproject.toml: installing '.[extra]' would build the kernels again.
 extra = $$($(BIN)/python scripts/extra.py $(1))
 
-# --- kernels without Python, on this processor and on an emulated Arm one -------------------------------------------
+# --- kernels without Python, on this processor, under sanitizers and on an emulated Arm one -------------------------------------------
 
 CMAKE = MAKEFLAGS= PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 KERNEL_TEST := -DCMAKE_BUILD_TYPE=Release -S csrc/tests
@@ -116,6 +116,15 @@ test-native: $(INSTALLED)
 	$(CMAKE) $(KERNEL_TEST) -B build/kernel-test > /dev/null
 	$(CMAKE) --build build/kernel-test --parallel $(JOBS)
 	build/kernel-test/kernel_test
+
+# Addresses and undefined behaviour, then threads: some three minutes on two cores.
+test-sanitize: $(INSTALLED)
+	$(CMAKE) $(KERNEL_TEST) -DPACELINE_SANITIZE=address,undefined -B build/kernel-test-address > /dev/null
+	$(CMAKE) --build build/kernel-test-address --parallel $(JOBS)
+	build/kernel-test-address/kernel_test
+	$(CMAKE) $(KERNEL_TEST) -DPACELINE_SANITIZE=thread -B build/kernel-test-thread > /dev/null
+	$(CMAKE) --build build/kernel-test-thread --parallel $(JOBS)
+	build/kernel-test-thread/kernel_test
 
 test-arm: $(INSTALLED)
 	@command -v aarch64-linux-gnu-g++ > /dev/null && command -v qemu-aarch64 > /dev/null || { \

@@ -59,39 +59,70 @@ uint8_t* piece_at(const KVCache& kv, const Layout& at, int32_t layer, const int3
 // The first rotary_dim values turn in pairs (i, i + rotary_dim / 2); the rest of the head stays as it is.
 void rotate(const float* x, const float* cos_sin, int32_t rotary_dim, int32_t head_dim, float* out) {
   const int half = rotary_dim / 2;
-  for (int i = 0; i < half; i += 16) {
-    const int n = half - i < 16 ? half - i : 16;
-    const f32x16 low = load_first(x + i, n);
-    const f32x16 high = load_first(x + half + i, n);
-    const f32x16 cosine = load_first(cos_sin + i, n);
-    const f32x16 sine = load_first(cos_sin + half + i, n);
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {    // whole vectors: a masked store is not forwarded to the loads that soon follow
+    const f32x16 low = load(x + i), high = load(x + half + i);
+    const f32x16 cosine = load(cos_sin + i), sine = load(cos_sin + half + i);
+    store(out + i, sub(mul(low, cosine), mul(high, sine)));
+    store(out + half + i, add(mul(high, cosine), mul(low, sine)));
+  }
+  if (i < half) {
+    const int n = half - i;
+    const f32x16 low = load_first(x + i, n), high = load_first(x + half + i, n);
+    const f32x16 cosine = load_first(cos_sin + i, n), sine = load_first(cos_sin + half + i, n);
     store_first(out + i, sub(mul(low, cosine), mul(high, sine)), n);
     store_first(out + half + i, add(mul(high, cosine), mul(low, sine)), n);
   }
   if (rotary_dim < head_dim) memcpy(out + rotary_dim, x + rotary_dim, static_cast<size_t>(head_dim - rotary_dim) * 4);
 }
 
-void write_key(const float* key, const KVCache& kv, uint8_t* to, int lane) {
-  if (!kv.is_bf16) {
-    float* out = reinterpret_cast<float*>(to) + lane;
-    for (int d = 0; d < kv.head_dim; ++d) out[d * 16] = key[d];
-    return;
+// One key, rounded if the cache is: a 32-bit word for each vector of K.
+void write_key(const float* key, const KVCache& kv, const Layout& at, uint8_t* to, int lane) {
+  alignas(64) uint32_t words[kMaxHeadDim];
+  if (kv.is_bf16) {
+    for (int d = 0; d < kv.head_dim; d += 16) store_bf16(reinterpret_cast<uint16_t*>(words) + d, load(key + d));
+  } else {
+    memcpy(words, key, static_cast<size_t>(kv.head_dim) * 4);
   }
-  uint16_t rounded[kMaxHeadDim];
-  for (int d = 0; d < kv.head_dim; d += 16) store_bf16(rounded + d, load(key + d));
-  for (int d = 0; d < kv.head_dim; d += 2) memcpy(to + (d / 2 * 16 + lane) * 4, rounded + d, 4);
+  to += lane * 4;
+  for (int step = 0; step < at.steps; step += 8, to += 8 * 64) {    // head_dim is a multiple of 16
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) memcpy(to + i * 64, words + step + i, 4);
+  }
 }
 
-// Two tokens share a 32-bit word of V and may be written by two threads, so each writes its own 16 bits only.
+// Two tokens share a 32-bit word of V and may be written by two threads, so a token alone writes its own 16 bits only.
 void write_value(const float* value, const KVCache& kv, uint8_t* to, int lane) {
   if (!kv.is_bf16) {
     memcpy(to + static_cast<int64_t>(lane) * kv.head_dim * 4, value, static_cast<size_t>(kv.head_dim) * 4);
     return;
   }
-  uint16_t rounded[kMaxHeadDim];
-  for (int d = 0; d < kv.head_dim; d += 16) store_bf16(rounded + d, load(value + d));
-  uint16_t* out = reinterpret_cast<uint16_t*>(to) + lane / 2 * kv.head_dim * 2 + lane % 2;
-  for (int d = 0; d < kv.head_dim; ++d) out[d * 2] = rounded[d];
+  to += lane / 2 * kv.head_dim * 4;
+  for (int d = 0; d < kv.head_dim; d += 16) store_halves(to + d * 4, to_bf16(load(value + d)), lane % 2);
+}
+
+// Both tokens of a pair; only for bf16.
+void write_value_pair(const float* even, const float* odd, const KVCache& kv, uint8_t* to, int lane) {
+  to += lane / 2 * kv.head_dim * 4;
+  for (int d = 0; d < kv.head_dim; d += 16) {
+    store_i32(to + d * 4, or_i32(to_bf16(load(even + d)), shift_left<16>(to_bf16(load(odd + d)))));
+  }
+}
+
+// What a token will write: a word in every line of K, and its pair of V. Fetched for writing while the token ahead of it
+// is worked on; one after the other, these misses are most of the time that a decode step's cache writes take.
+void prefetch_slot(const KVCache& kv, const Layout& at, const uint8_t* piece, int lane) {
+  const int64_t v_row = static_cast<int64_t>(kv.head_dim) * 4;
+  const uint8_t* values = piece + kv.num_kv_heads * at.head + (kv.is_bf16 ? lane / 2 : lane) * v_row;
+  for (int64_t i = 0; i < kv.num_kv_heads * at.head; i += 64) prefetch_to_write(piece + i);
+  for (int h = 0; h < kv.num_kv_heads; ++h, values += at.head) {
+    for (int64_t i = 0; i < v_row; i += 64) prefetch_to_write(values + i);
+  }
+}
+
+uint8_t* piece_of_token(const KVCache& kv, const Layout& at, int32_t layer, const Batch& batch, int64_t t) {
+  const int32_t* block_table = batch.block_tables + static_cast<int64_t>(batch.row_of_token[t]) * batch.max_blocks;
+  return piece_at(kv, at, layer, block_table, batch.positions[t]);
 }
 
 }  // namespace
@@ -101,22 +132,36 @@ void rope_write_kv(const float* qkv, const float* rope, int32_t rotary_dim, floa
   const Layout at = layout_of(kv);
   const int64_t dim = kv.head_dim;
   const int64_t kv_heads = kv.num_kv_heads;
+  const int64_t width = (num_heads + 2 * kv_heads) * dim;
+  uint8_t* next_piece = first < last ? piece_of_token(kv, at, layer, batch, first) : nullptr;
+  if (first < last) prefetch_slot(kv, at, next_piece, batch.positions[first] % 16);
+  bool is_written = false;    // this token's values, with those of the token ahead
   for (int64_t t = first; t < last; ++t) {
     const int32_t position = batch.positions[t];
-    const float* from = qkv + t * (num_heads + 2 * kv_heads) * dim;
+    const float* from = qkv + t * width;
     const float* cos_sin = rotary_dim > 0 ? rope + static_cast<int64_t>(position) * rotary_dim : nullptr;
+    uint8_t* piece = next_piece;
+    if (t + 1 < last) {
+      next_piece = piece_of_token(kv, at, layer, batch, t + 1);
+      if (next_piece != piece) prefetch_slot(kv, at, next_piece, batch.positions[t + 1] % 16);
+    }
     for (int64_t h = 0; h < num_heads; ++h) {
       rotate(from + h * dim, cos_sin, rotary_dim, kv.head_dim, q_out + (t * num_heads + h) * dim);
     }
 
-    const int32_t* block_table = batch.block_tables + static_cast<int64_t>(batch.row_of_token[t]) * batch.max_blocks;
-    uint8_t* piece = piece_at(kv, at, layer, block_table, position);
+    const int lane = position % 16;
+    const float* values = from + (num_heads + kv_heads) * dim;
+    const bool is_pair = kv.is_bf16 && !is_written && lane % 2 == 0 && t + 1 < last && next_piece == piece &&
+                         batch.positions[t + 1] == position + 1;
     for (int64_t h = 0; h < kv_heads; ++h) {
-      float key[kMaxHeadDim];
+      alignas(64) float key[kMaxHeadDim];
       rotate(from + (num_heads + h) * dim, cos_sin, rotary_dim, kv.head_dim, key);
-      write_key(key, kv, piece + h * at.head, position % 16);
-      write_value(from + (num_heads + kv_heads + h) * dim, kv, piece + (kv_heads + h) * at.head, position % 16);
+      write_key(key, kv, at, piece + h * at.head, lane);
+      uint8_t* to = piece + (kv_heads + h) * at.head;
+      if (is_pair) write_value_pair(values + h * dim, values + width + h * dim, kv, to, lane);
+      else if (!is_written) write_value(values + h * dim, kv, to, lane);
     }
+    is_written = is_pair;
   }
 }
 
@@ -428,6 +473,57 @@ bool find_next(const Work& w, int32_t chunk_start, int32_t num_keys, bool is_las
   return find_pieces(w, w.job.next_row, 0, num_keys_of(w.batch, w.job.next_row), pieces) > 0;
 }
 
+// Whether a value of tokens [first, chunk.num_tokens) is an infinity or a NaN; it may look at the token before first.
+template <bool is_bf16>
+bool has_wild_values(const Chunk& chunk, int first, int32_t head_dim) {
+  constexpr int per_piece = is_bf16 ? 8 : 16;
+  const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
+  const i32x16 high = set1_i32(0x7f800000);
+  i32x16 worst = set1_i32(0);
+  for (int token = is_bf16 ? first / 2 * 2 : first; token < chunk.num_tokens; token += is_bf16 ? 2 : 1) {
+    const int row = is_bf16 ? token / 2 : token;
+    const uint8_t* v = chunk.v[row / per_piece] + row % per_piece * row_bytes;
+    const i32x16 exists = set1_i32(is_bf16 && token + 1 == chunk.num_tokens ? 0xffff : -1);
+    for (int64_t i = 0; i < row_bytes; i += 64) {
+      const i32x16 words = and_i32(load_i32(v + i), exists);
+      worst = max_i32(worst, and_i32(words, high));
+      if (is_bf16) worst = max_i32(worst, and_i32(shift_left<16>(words), high));
+    }
+  }
+  return reduce_max_i32(worst) == 0x7f800000;
+}
+
+// Values as a query that sees num_visible tokens may read them: what it does not see is zero, for 0 x NaN is a NaN.
+template <bool is_bf16>
+void copy_visible(const Chunk& chunk, int num_visible, int32_t head_dim, uint8_t* to) {
+  constexpr int per_piece = is_bf16 ? 8 : 16;
+  const size_t row_bytes = static_cast<size_t>(head_dim) * 4;
+  memset(to, 0, per_piece * kSubs * row_bytes);
+  for (int token = 0; token < num_visible; token += is_bf16 ? 2 : 1) {
+    const int row = is_bf16 ? token / 2 : token;
+    const uint8_t* v = chunk.v[row / per_piece] + static_cast<size_t>(row % per_piece) * row_bytes;
+    uint8_t* copy = to + static_cast<size_t>(row) * row_bytes;
+    const i32x16 seen = set1_i32(is_bf16 && token + 1 == num_visible ? 0xffff : -1);
+    for (size_t i = 0; i < row_bytes; i += 64) store_i32(copy + i, and_i32(load_i32(v + i), seen));
+  }
+}
+
+// Rows of one head, one by one, none of which may meet a value that it does not see. The bits are those of the tiles.
+template <bool is_bf16>
+__attribute__((noinline)) void attend_apart(const Work& w, const uint32_t* query, const Chunk& chunk, int first_row,
+                                            int32_t chunk_start, const State& state) {
+  alignas(64) uint8_t values[kChunk * kMaxHeadDim * 4];
+  const int64_t piece_bytes = static_cast<int64_t>(is_bf16 ? 8 : 16) * w.kv.head_dim * 4;
+  Chunk apart = chunk;
+  for (int i = 0; i < kSubs; ++i) apart.v[i] = values + i * piece_bytes;
+  for (int row = first_row; row < w.rows_per_head; ++row) {
+    int num_visible = w.first_position + row / w.group + 1 - chunk_start;
+    copy_visible<is_bf16>(chunk, num_visible < chunk.num_tokens ? num_visible : chunk.num_tokens, w.kv.head_dim, values);
+    attend_some<is_bf16, false>(1, query + row, w.rows_per_head, w.at, w.kv.head_dim, apart, &num_visible, w.scoring,
+                                {state.m + row, state.l + row * 16, state.o + static_cast<int64_t>(row) * w.kv.head_dim});
+  }
+}
+
 // One head's rows [first_row, rows_per_head) against one chunk.
 template <bool is_bf16>
 void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, int32_t chunk_start) {
@@ -435,15 +531,21 @@ void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, 
   const int first_row = first_token * w.group;
   const int count = w.rows_per_head - first_row;
   const int num_tiles = (count + kMaxRows - 1) / kMaxRows;
+  const int64_t head_at = static_cast<int64_t>(head) * w.rows_per_head;
+  const State all = {w.state.m + head_at, w.state.l + head_at * 16, w.state.o + head_at * w.kv.head_dim};
+  const uint32_t* head_query = w.query + head_at * w.at.steps;
+  const int first_visible = w.first_position + first_token + 1 - chunk_start;
+  if (first_visible < chunk.num_tokens && has_wild_values<is_bf16>(chunk, first_visible, w.kv.head_dim)) {
+    return attend_apart<is_bf16>(w, head_query, chunk, first_row, chunk_start, all);
+  }
   int done = 0;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int rows = (count - done) / (num_tiles - tile);
     const int row = first_row + done;
     int num_visible[kMaxRows];
     for (int r = 0; r < rows; ++r) num_visible[r] = w.first_position + (row + r) / w.group + 1 - chunk_start;
-    const int64_t at = static_cast<int64_t>(head) * w.rows_per_head + row;
-    const State state = {w.state.m + at, w.state.l + at * 16, w.state.o + at * w.kv.head_dim};
-    const uint32_t* query = w.query + static_cast<int64_t>(head) * w.at.steps * w.rows_per_head + row;
+    const State state = {all.m + row, all.l + row * 16, all.o + static_cast<int64_t>(row) * w.kv.head_dim};
+    const uint32_t* query = head_query + row;
     if (prefetches && tile == 0) {
       attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
     } else {

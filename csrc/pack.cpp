@@ -10,25 +10,19 @@
 
 #include "half.h"
 #include "memory.h"
+#include "pack_decode.h"
 
 namespace paceline {
 namespace {
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
-// --- what a source row is made of ---
+// --- what a strip is made from ---
 
-enum class SourceType { f32, f16, bf16, q4_0, q4_1, q8_0 };
-
-struct SourceTypeRow { const char* name; SourceType type; int64_t block_values, block_bytes; };
-
-// Block layouts, all little endian:
-//   Q4_0  f16 d, 16 bytes: low nibbles are values 0..15, high nibbles 16..31       value = d * (nibble - 8)
-//   Q4_1  f16 d, f16 m, 16 bytes likewise                                          value = d * nibble + m
-//   Q8_0  f16 d, 32 int8                                                           value = d * q
-constexpr SourceTypeRow kSourceTypes[] = {
-    {"F32", SourceType::f32, 1, 4},     {"F16", SourceType::f16, 1, 2},     {"BF16", SourceType::bf16, 1, 2},
-    {"Q4_0", SourceType::q4_0, 32, 18}, {"Q4_1", SourceType::q4_1, 32, 20}, {"Q8_0", SourceType::q8_0, 32, 34},
+struct Row {
+  const uint8_t* data = nullptr;    // null: padding, all zero
+  SourceType type = SourceType::f32;
+  int source = 0;
 };
 
 const SourceTypeRow& source_type_row(const std::string& name, const std::string& where) {
@@ -39,54 +33,6 @@ const SourceTypeRow& source_type_row(const std::string& name, const std::string&
   }
   refuse(where + ": source type " + name + " cannot be packed; it must be one of " + valid);
 }
-
-uint16_t load_u16(const uint8_t* from) { uint16_t h; std::memcpy(&h, from, 2); return h; }
-uint32_t load_u32(const uint8_t* from) { uint32_t w; std::memcpy(&w, from, 4); return w; }
-void store_u16(uint8_t* to, uint16_t h) { std::memcpy(to, &h, 2); }
-void store_u32(uint8_t* to, uint32_t w) { std::memcpy(to, &w, 4); }
-
-// Values [first, first + count) of a row, at most 32 and inside one block.
-void decode(SourceType type, const uint8_t* row, int64_t first, int count, float* out) {
-  const uint8_t* block = nullptr;
-  switch (type) {
-    case SourceType::f32:
-      std::memcpy(out, row + 4 * first, 4 * static_cast<size_t>(count));
-      return;
-    case SourceType::f16:
-      for (int i = 0; i < count; ++i) out[i] = f16_to_float(load_u16(row + 2 * (first + i)));
-      return;
-    case SourceType::bf16:
-      for (int i = 0; i < count; ++i) out[i] = bf16_to_float(load_u16(row + 2 * (first + i)));
-      return;
-    case SourceType::q8_0: {
-      block = row + first / kGroup * 34;
-      const float d = f16_to_float(load_u16(block));
-      for (int i = 0; i < kGroup; ++i) out[i] = d * static_cast<float>(static_cast<int8_t>(block[2 + i]));
-      return;
-    }
-    case SourceType::q4_0:
-    case SourceType::q4_1: {
-      const bool has_min = type == SourceType::q4_1;
-      block = row + first / kGroup * (has_min ? 20 : 18);
-      const float d = f16_to_float(load_u16(block));
-      const float m = has_min ? f16_to_float(load_u16(block + 2)) : -8.0f * d;
-      const uint8_t* nibbles = block + (has_min ? 4 : 2);
-      for (int i = 0; i < 16; ++i) {
-        out[i] = d * static_cast<float>(nibbles[i] & 15) + m;
-        out[i + 16] = d * static_cast<float>(nibbles[i] >> 4) + m;
-      }
-      return;
-    }
-  }
-}
-
-// --- what a strip is made from ---
-
-struct Row {
-  const uint8_t* data = nullptr;    // null: padding, all zero
-  SourceType type = SourceType::f32;
-  int source = 0;
-};
 
 enum class Fault { none, not_finite, scale_too_large };
 
@@ -161,6 +107,18 @@ Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* str
     store_u16(scale_at, load_u16(from));
     return Fault::none;
   }
+  int8_t own[kGroup];
+  float own_scale;
+  if (decode_int8(row.type, row.data, first, own, &own_scale)) {
+    if (!std::isfinite(own_scale)) return Fault::not_finite;
+    const uint16_t kept = float_to_f16(own_scale);
+    if (!f16_is_finite(kept)) return Fault::scale_too_large;
+    for (int quad = 0; quad < 8; ++quad) {
+      store_u32(block + (quad * kStrip + lane) * 4, load_u32(reinterpret_cast<uint8_t*>(own) + 4 * quad) ^ 0x80808080u);
+    }
+    store_u16(scale_at, kept);
+    return Fault::none;
+  }
   float values[kGroup];
   decode(row.type, row.data, first, kGroup, values);
   const Range range = range_of(values);
@@ -196,6 +154,15 @@ Fault pack_group_int4(const Row& row, int64_t first, int, int lane, uint8_t* str
       quads[i] = word & 0x0f0f0f0fu;
       quads[i + 4] = (word >> 4) & 0x0f0f0f0fu;
     }
+    store_int4(block, lane, quads, d, m);
+    return Fault::none;
+  }
+  if (row.type == SourceType::q4_k) {    // its own quants, scale and minimum rounded to f16
+    const SubScale sub = q4_k_scale(row.data, first);
+    if (!std::isfinite(sub.d) || !std::isfinite(sub.minimum)) return Fault::not_finite;
+    const uint16_t d = float_to_f16(sub.d), m = float_to_f16(-sub.minimum);
+    if (!f16_is_finite(d) || !f16_is_finite(m)) return Fault::scale_too_large;
+    for (int quad = 0; quad < 8; ++quad) quads[quad] = load_u32(sub.nibbles + 4 * quad) >> sub.shift & 0x0f0f0f0fu;
     store_int4(block, lane, quads, d, m);
     return Fault::none;
   }

@@ -17,7 +17,7 @@ struct PackedWeight {
 };
 
 struct Source {
-  std::string type;             // F32, F16, BF16, Q4_0, Q4_1, Q8_0
+  std::string type;             // a row of pack_decode.h's table: F32, Q4_1, Q6_K, ...
   const uint8_t* rows;          // row i starts at rows + i * row_stride
   int64_t num_rows, row_bytes, row_stride;
   const int64_t* row_order;     // num_rows entries, or null

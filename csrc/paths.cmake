@@ -7,7 +7,7 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 
 # Contract C1: the compiler neither fuses nor reorders floating point. No link-time optimisation either: it could inline
 # code of one path into another.
-set(PACELINE_FLAGS -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall -Wextra -Wno-psabi)
+set(PACELINE_FLAGS -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall -Wextra -Wno-psabi ${PACELINE_MORE_FLAGS})
 
 # One set of units per instruction-set path. They share nothing but kernels.h.
 set(PATH_UNITS linear.cpp elementwise.cpp attention.cpp sample.cpp table.cpp)

@@ -2,10 +2,11 @@
 
 #include <chrono>
 
+#include <unistd.h>
+
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #else
 #include <condition_variable>
 #include <mutex>
@@ -78,15 +79,29 @@ FloatState::FloatState() : saved_(0) {}
 FloatState::~FloatState() {}
 #endif
 
-Pool::Pool(int num_threads) : state_(pack(0, kClosed, 0)) {
-  for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { worker(thread); });
+int64_t process_id() { return getpid(); }
+
+Pool::Pool(int num_threads, Work& work) : state_(pack(0, kClosed, 0)), work_(work), process_(process_id()) {
+  workers_.reserve(static_cast<size_t>(num_threads));
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { worker(thread); });
+  } catch (...) {    // the system has no more threads: those there are must not outlive us
+    end_workers();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end_workers(); }
+
+void Pool::end_workers() {
+  const bool is_forked = process_ != process_id();
   stop_.store(true);
   ticket_.fetch_add(1);
-  wake_all(ticket_);
-  for (std::thread& worker : workers_) worker.join();
+  if (!is_forked) wake_all(ticket_);
+  for (std::thread& worker : workers_) {
+    if (is_forked) worker.detach(); else worker.join();    // joining a thread that did not come along never ends
+  }
+  workers_.clear();
 }
 
 // A worker that is about to sleep first counts itself, then reads the ticket, then looks at the state once more; the
@@ -96,21 +111,20 @@ void Pool::wake() {
   if (num_sleeping_.load() > 0) wake_all(ticket_);
 }
 
-void Pool::run(Work& work) {
+void Pool::run() {
   const FloatState plain;
   const uint64_t round = round_of(state_.load(std::memory_order_relaxed)) + 1;
-  work_.store(&work, std::memory_order_relaxed);
   done_.store(0, std::memory_order_relaxed);
-  const uint64_t state = open_next(work, -1, round);
+  const uint64_t state = open_next(-1, round);
   if (!workers_.empty()) wake();
-  walk(work, 0, state, is_open(state));
+  walk(0, state, is_open(state));
 }
 
 // Opens the next operation that has tiles, its first one claimed by this thread. Closes the run if there is none.
-uint64_t Pool::open_next(Work& work, int after, uint64_t round) {
-  const int num_ops = work.num_ops();
+uint64_t Pool::open_next(int after, uint64_t round) {
+  const int num_ops = work_.num_ops();
   int op = after + 1;
-  while (op < num_ops && work.total(op) == 0) ++op;
+  while (op < num_ops && work_.total(op) == 0) ++op;
   const uint64_t state = op < num_ops ? pack(round, static_cast<uint64_t>(op), 1) : pack(round, kClosed, 0);
   state_.store(state);
   return state;
@@ -121,7 +135,7 @@ void Pool::worker(int thread) {
   for (;;) {
     wait_for_work();
     if (stop_.load()) return;
-    if (Work* work = work_.load(std::memory_order_acquire)) walk(*work, thread, state_.load(std::memory_order_acquire), false);
+    walk(thread, state_.load(std::memory_order_acquire), false);
   }
 }
 
@@ -141,34 +155,34 @@ void Pool::wait_for_work() {
 
 // A claim is a compare-and-swap of the whole word, so it succeeds only if the operation this thread looked at is still the
 // open one; while it holds a tile the operation cannot be completed, hence nothing it reads can change under it.
-void Pool::walk(Work& work, int thread, uint64_t state, bool has_claim) {
+void Pool::walk(int thread, uint64_t state, bool has_claim) {
   int seen = -1;
   while (is_open(state)) {
     const uint64_t open = state >> kTileBits;
     const int op = static_cast<int>(op_of(state));
-    const int total = work.total(op);
-    if (thread == 0 && op != seen) work.entered(seen = op);
+    const int total = work_.total(op);
+    if (thread == 0 && op != seen) work_.entered(seen = op);
     int num_done = 0;
     if (has_claim) {
-      work.run(op, 0, thread);
+      work_.run(op, 0, thread);
       num_done = 1;
       state = state_.load(std::memory_order_acquire);
     }
     while (state >> kTileBits == open && tile_of(state) < total) {
       if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      work.run(op, tile_of(state), thread);
+      work_.run(op, tile_of(state), thread);
       ++num_done;
       state = state_.load(std::memory_order_acquire);
     }
     has_claim = num_done > 0 && done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == total;
     if (has_claim) {
       done_.store(0, std::memory_order_relaxed);
-      state = open_next(work, op, round_of(state));
+      state = open_next(op, round_of(state));
     } else {
       state = wait_for_change(open);
     }
   }
-  if (thread == 0) work.entered(-1);
+  if (thread == 0) work_.entered(-1);
 }
 
 uint64_t Pool::wait_for_change(uint64_t open) {

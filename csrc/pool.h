@@ -12,7 +12,8 @@
 
 namespace paceline {
 
-// What a pool runs. total(op) may be 0: the operation is passed over. run must not throw.
+// What a pool runs. total(op) may be 0: the operation is passed over. run must not throw. A thread that comes late may ask
+// for total(op) of a run that is over, any operation of it: the answer does not matter, but the call must be safe.
 class Work {
  public:
   virtual int num_ops() const = 0;
@@ -29,7 +30,8 @@ class Pool {
   static constexpr int kMaxOps = (1 << 16) - 2;
   static constexpr int kMaxTiles = (1 << 24) - 2;
 
-  explicit Pool(int num_threads);
+  // One work for life, which must outlive the pool.
+  Pool(int num_threads, Work& work);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -38,26 +40,32 @@ class Pool {
 
   // Wakes sleeping workers ahead of run(), so that they are up when the work is.
   void wake();
-  // Runs every operation of the work, in order, on all threads and the caller. One caller at a time.
-  void run(Work& work);
+  // Runs every operation of the work, in order, on all threads and the caller. One caller at a time. In a process forked
+  // from the one that made the pool there are no workers: the caller does it all.
+  void run();
 
  private:
   void worker(int thread);
   void wait_for_work();
-  void walk(Work& work, int thread, uint64_t state, bool has_claim);
-  uint64_t open_next(Work& work, int after, uint64_t round);
+  void walk(int thread, uint64_t state, bool has_claim);
+  uint64_t open_next(int after, uint64_t round);
+  void end_workers();
   uint64_t wait_for_change(uint64_t open);
 
   // The word all claims go through: round (24 bits), operation (16), next tile (24). The round tells a thread that slept
   // through a whole run that its view is old; an operation of kClosed means that no run is in progress.
   alignas(64) std::atomic<uint64_t> state_;
   alignas(64) std::atomic<int> done_{0};         // tiles of the open operation that are complete
-  alignas(64) std::atomic<Work*> work_{nullptr};
+  alignas(64) Work& work_;
   std::atomic<uint32_t> ticket_{0};              // what sleeping workers wait on
   std::atomic<int> num_sleeping_{0};
   std::atomic<bool> stop_{false};
+  const int64_t process_;
   std::vector<std::thread> workers_;
 };
+
+// Changes when the process forks: threads do not come along.
+int64_t process_id();
 
 // Rounding to nearest, no flush to zero, no traps: the same for every thread and restored afterwards.
 class FloatState {

@@ -19,6 +19,9 @@ const std::map<std::string, Verb>& verbs() {
   return table;
 }
 
+constexpr int64_t kMaxWidth = int64_t{1} << 30;     // so that sizes in bytes stay far from overflow
+constexpr int64_t kMaxLayers = int64_t{1} << 12;    // and of heads
+
 std::string text(int64_t number) { return std::to_string(number); }
 
 // Reads one node, complaining in its name.
@@ -113,6 +116,7 @@ class Compiler {
     check_geometry();
     for (const BufferSpec& buffer : spec_.buffers) {
       if (buffer.width < 1) throw std::invalid_argument("buffer " + text(buffer.id) + " has no width");
+      if (buffer.width > kMaxWidth) throw std::invalid_argument("buffer " + text(buffer.id) + " is too wide");
       if (!index_.emplace(buffer.id, static_cast<int>(index_.size())).second) {
         throw std::invalid_argument("buffer " + text(buffer.id) + " is declared twice");
       }
@@ -131,6 +135,7 @@ class Compiler {
             "block_size must be 16, 32 or 64, got " + text(kv_.block_size));
     require(kv_.num_layers > 0 && kv_.num_blocks > 0 && kv_.num_kv_heads > 0, "the cache has no layers, blocks or heads");
     require(kv_.num_blocks < std::numeric_limits<int32_t>::max(), "too many blocks");
+    require(kv_.num_layers <= kMaxLayers && kv_.num_kv_heads <= kMaxLayers, "too many layers or heads");
     require(kv_.head_dim % 16 == 0 && kv_.head_dim >= 16 && kv_.head_dim <= kMaxHeadDim,
             "head_dim must be a multiple of 16 up to " + text(kMaxHeadDim) + ", got " + text(kv_.head_dim));
     require(kv_.head_dim == spec_.head_dim && kv_.num_kv_heads == spec_.num_kv_heads,

@@ -19,7 +19,7 @@ constexpr int64_t kRowTile = 64;              // beyond: rows a tile takes
 constexpr int64_t kWeightTileBytes = 96 << 10;
 constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
-constexpr int64_t kTilesPerThread = 6;
+constexpr int64_t kTilesPerThread = 6;        // more would end evener, but one row pays about 1 us for each tile it starts
 constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close
 
 std::string text(int64_t number) { return std::to_string(number); }
@@ -106,42 +106,51 @@ Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, co
   for (const Op& op : compiled_.ops) {
     if (op.kind == Op::sample) logits_buffer_ = op.steps[0].in;
   }
-  pool_ = std::make_unique<Pool>(num_threads);
+  pool_ = std::make_unique<Pool>(num_threads, *this);
 }
 
 Runner::~Runner() { close(); }
 
+// Waits for a step in progress. A forked process does not: whoever held the lock there has not come along.
 void Runner::close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (process_ == process_id()) lock.lock();
   pool_.reset();
   kv_memory_.reset();
   buffers_.clear();
   prepared_memory_.clear();
+  sample_scratch_.clear();
+  partials_ = Memory();
 }
 
-void Runner::check_open() const { require(pool_ != nullptr, "this runner is closed"); }
+std::unique_lock<std::mutex> Runner::lock_open() const {
+  if (process_ != process_id()) {
+    throw std::runtime_error("this runner was made before the process forked, and its threads stayed behind; make one here");
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  require(pool_ != nullptr, "this runner is closed");
+  return lock;
+}
 
 void Runner::step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  check_open();
+  const std::unique_lock<std::mutex> lock = lock_open();
   pool_->wake();
   check(in);
   require(logits == nullptr || logits_buffer_ >= 0, "logits are wanted, but the program has no sample node");
   grow(in.num_tokens, in.num_wanted);
-  copy_blocks(in);
   take_batch(in);
   token_ids_ = token_ids;
   logprobs_ = logprobs;
   plan(in.num_tokens, in.num_wanted);
-  pool_->run(*this);
+  copy_blocks(in);    // the first change: nothing from here on can fail
+  pool_->run();
   if (logits != nullptr && in.num_wanted > 0) {
     std::memcpy(logits, buffer(logits_buffer_), static_cast<size_t>(in.num_wanted * spec_.vocab_size) * sizeof(float));
   }
 }
 
 void Runner::poison(const int32_t* block_ids, int64_t count) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  check_open();
+  const std::unique_lock<std::mutex> lock = lock_open();
   for (int64_t i = 0; i < count; ++i) {
     require(block_ids[i] >= 0 && block_ids[i] < kv_.num_blocks, "block id " + text(block_ids[i]) + " is out of range");
   }
@@ -217,12 +226,14 @@ void Runner::take_batch(const StepInput& in) {
   sampling_ = in.sampling;
 }
 
+// Buffers grow to the largest step seen and stay so: the engine's token budget is their limit.
 void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
   if (num_tokens <= capacity_tokens_ && num_wanted <= capacity_wanted_) return;
-  if (num_tokens > capacity_tokens_) capacity_tokens_ = ceil_div(num_tokens, 16) * 16;
-  if (num_wanted > capacity_wanted_) capacity_wanted_ = ceil_div(num_wanted, 16) * 16;
-  const auto capacity = [this](int index) {
-    return static_cast<size_t>(spec_.buffers[static_cast<size_t>(index)].is_wanted ? capacity_wanted_ : capacity_tokens_);
+  const int64_t tokens = std::max(capacity_tokens_, ceil_div(num_tokens, 16) * 16);
+  const int64_t wanted = std::max(capacity_wanted_, ceil_div(num_wanted, 16) * 16);
+  capacity_tokens_ = capacity_wanted_ = 0;    // if memory runs out below, the next step starts over
+  const auto capacity = [&](int index) {
+    return static_cast<size_t>(spec_.buffers[static_cast<size_t>(index)].is_wanted ? wanted : tokens);
   };
   for (size_t i = 0; i < buffers_.size(); ++i) {
     buffers_[i].reserve(capacity(static_cast<int>(i)) * static_cast<size_t>(spec_.buffers[i].width) * sizeof(float));
@@ -250,6 +261,8 @@ void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
     at = align(at + rows * groups * 4);
     to.sum = reinterpret_cast<int32_t*>(at);
   }
+  capacity_tokens_ = tokens;
+  capacity_wanted_ = wanted;
 }
 
 // --------------------------------------------------------------------------------------------------------------- tiles

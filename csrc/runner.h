@@ -26,7 +26,7 @@ struct StepInput {
   Sampling sampling;
 };
 
-// 64-byte aligned memory that only grows; its content is lost when it does.
+// 64-byte aligned memory that only grows; its content is lost when it does. Empty after it failed to.
 class Memory {
  public:
   void reserve(size_t num_bytes);
@@ -63,7 +63,8 @@ class Runner final : public Work {
   Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv);
   ~Runner();
 
-  // token_ids and logprobs [W]; logits [W][V] or null. Throws std::invalid_argument before anything is changed.
+  // token_ids and logprobs [W]; logits [W][V] or null. What it throws, it throws before anything is changed:
+  // std::invalid_argument for the caller's mistakes, std::bad_alloc, std::runtime_error in a forked process.
   void step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits);
   void poison(const int32_t* block_ids, int64_t count);
   int64_t kv_bytes() const { return kv_.num_blocks * kv_.bytes_per_block; }
@@ -93,7 +94,7 @@ class Runner final : public Work {
     int64_t num_keys;
   };
 
-  void check_open() const;
+  std::unique_lock<std::mutex> lock_open() const;
   void check(const StepInput& in) const;
   void check_row(const StepInput& in, int64_t row) const;
   void copy_blocks(const StepInput& in);
@@ -149,6 +150,7 @@ class Runner final : public Work {
   int timed_op_ = -1;
   std::chrono::steady_clock::time_point timed_since_;
 
+  const int64_t process_ = process_id();
   mutable std::mutex mutex_;
   std::unique_ptr<Pool> pool_;    // last: its threads must be gone before anything else is
 };

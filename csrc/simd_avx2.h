@@ -125,6 +125,13 @@ PL_INLINE void store_low_u16(uint16_t* to, i32x16 a) {
   const __m256i mixed = _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
+// The low 16 bits of each lane into the lower or upper half of 16 words; the other halves are not touched.
+PL_INLINE void store_halves(void* to, i32x16 a, int upper) {
+  uint16_t low[16];
+  store_low_u16(low, a);
+  uint8_t* at = static_cast<uint8_t*>(to) + 2 * upper;
+  for (int lane = 0; lane < 16; ++lane) memcpy(at + 4 * lane, low + lane, 2);
+}
 PL_INLINE f32x16 load_bf16(const uint16_t* from) { return as_f32(shift_left<16>(load_u16(from))); }
 PL_INLINE f32x16 load_f16(const uint16_t* from) {
   const __m128i* p = reinterpret_cast<const __m128i*>(from);
@@ -167,6 +174,7 @@ PL_INLINE f32x16 finish_dot4(group_dot4 acc) {
 }
 
 PL_INLINE void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+PL_INLINE void prefetch_to_write(const void* at) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at))); }
 PL_INLINE void prefetch_l2(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1); }
 
 }  // namespace PACELINE_ISA

@@ -75,6 +75,11 @@ PL_INLINE i32x16 load_u16(const uint16_t* from) {
 PL_INLINE void store_low_u16(uint16_t* to, i32x16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(a.v));
 }
+// The low 16 bits of each lane into the lower or upper half of 16 words; the other halves are not touched.
+PL_INLINE void store_halves(void* to, i32x16 a, int upper) {
+  const __m512i v = upper ? _mm512_slli_epi32(a.v, 16) : a.v;
+  _mm512_mask_storeu_epi16(to, upper ? 0xaaaaaaaau : 0x55555555u, v);
+}
 PL_INLINE f32x16 load_bf16(const uint16_t* from) { return as_f32(shift_left<16>(load_u16(from))); }
 PL_INLINE f32x16 load_f16(const uint16_t* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
@@ -124,6 +129,7 @@ PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) { r
 PL_INLINE f32x16 finish_dot4(group_dot4 acc) { return to_f32(acc); }
 
 PL_INLINE void prefetch(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+PL_INLINE void prefetch_to_write(const void* at) { asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at))); }
 PL_INLINE void prefetch_l2(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1); }
 
 }  // namespace PACELINE_ISA

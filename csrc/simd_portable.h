@@ -100,6 +100,13 @@ PL_INLINE i32x16 load_u16(const uint16_t* from) {
 PL_INLINE void store_low_u16(uint16_t* to, i32x16 a) {
   for (int lane = 0; lane < 16; ++lane) to[lane] = static_cast<uint16_t>(a.p[lane / 4][lane % 4]);
 }
+// The low 16 bits of each lane into the lower or upper half of 16 words; the other halves are not touched.
+PL_INLINE void store_halves(void* to, i32x16 a, int upper) {
+  uint16_t low[16];
+  store_low_u16(low, a);
+  uint8_t* at = static_cast<uint8_t*>(to) + 2 * upper;
+  for (int lane = 0; lane < 16; ++lane) memcpy(at + 4 * lane, low + lane, 2);
+}
 PL_INLINE f32x16 load_bf16(const uint16_t* from) { return as_f32(shift_left<16>(load_u16(from))); }
 PL_INLINE f32x16 load_f16(const uint16_t* from) {
   // Moves exponent and mantissa to f32's place and lets one exact product by 2^112 fix the exponent, subnormals included;
@@ -135,6 +142,7 @@ PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) { r
 PL_INLINE f32x16 finish_dot4(group_dot4 acc) { return acc.sum; }
 
 PL_INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+PL_INLINE void prefetch_to_write(const void* at) { __builtin_prefetch(at, 1, 3); }
 PL_INLINE void prefetch_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 }  // namespace PACELINE_ISA

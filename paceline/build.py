@@ -29,6 +29,7 @@ from .model.rope import rope_choice
 from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
+from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
@@ -61,6 +62,12 @@ def build_policies(config: SchedulerConfig) -> Policies:
         victim=choose(VICTIM_RULES, config.victim, "victim"),
         chunking=choose(CHUNKINGS, config.chunking, "chunking"),
     )
+
+
+def check_names(config: EngineConfig) -> None:
+    """A wrong name is told before anything is loaded."""
+    build_policies(config.scheduler)
+    choose(PREFIX_CACHES, config.cache.prefix_cache, "prefix_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +111,14 @@ class Engine:
 
 
 @lru_cache(maxsize=1)
-def opened(name: str) -> ModelFiles:
+def opened(name: str, revision: str | None = None) -> ModelFiles:
     """The model's files; the engine and its front share them when they share a process."""
-    return open_model(name)
+    return open_model(name, revision)
 
 
 def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
     """Packs the weights. progress is told (bytes done, bytes in all)."""
-    files = opened(config.model)
+    files = opened(config.model, config.revision)
     limit = files.spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
@@ -140,7 +147,7 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
     events = EngineEvents(_report_listener, (ForgetStops(stops),))
     core = EngineCore(scheduler, executor, clock, events, stops)
-    return Engine(core, executor, kv, _ready(loaded, scheduler, kv))
+    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
 
 
 class ForgetStops:
@@ -160,26 +167,31 @@ def _report_listener(listener: Listener, failure: Exception) -> None:
     notice(f"a listener was removed because it failed: {type(listener).__name__}: {failure}")
 
 
-def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec) -> Ready:
+def reads_priority(sched: SchedulerConfig) -> bool:
+    return sched.ordering == "priority" or sched.victim == "lowest_priority"
+
+
+def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: SchedulerConfig) -> Ready:
     notices = []
     if scheduler.limits.max_model_len < loaded.max_model_len:
         notices.append(
             f"the pool of {kv.num_blocks} blocks holds {kv.num_blocks * kv.block_size} tokens, less than the model's "
             f"{loaded.max_model_len}: requests are limited to {scheduler.limits.max_model_len} tokens")
     return Ready(max_model_len=scheduler.limits.max_model_len, num_blocks=kv.num_blocks, block_size=kv.block_size,
-                 fingerprint=loaded.fingerprint, notices=tuple(notices))
+                 fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
 
 
-def served_model(name: str, ready: Ready) -> ServedModel:
-    files = opened(name)
+def served_model(name: str, ready: Ready, revision: str | None = None) -> ServedModel:
+    files = opened(name, revision)
     return ServedModel(
         tokenizer=files.tokenizer, chat_template=files.chat_template, max_model_len=ready.max_model_len,
-        eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint,
+        eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint, reads_priority=ready.reads_priority,
         vocab_size=min(files.spec.vocab_size, files.tokenizer.vocab_size))
 
 
 def load_engine(config: EngineConfig) -> Engine:
     """Files to a core ready to step: what an engine process runs first."""
+    check_names(config)
     return assemble(load_model(config.model), config.cache, config.scheduler)
 
 
@@ -189,13 +201,14 @@ def draw_seed() -> int:
 
 
 def build_llm(config: EngineConfig) -> llm_module.LLM:
-    return llm_around(load_engine(config), config.model.model)
+    return llm_around(load_engine(config), config.model.model, config.model.revision)
 
 
-def llm_around(engine: Engine, model_name: str) -> llm_module.LLM:
+def llm_around(engine: Engine, model_name: str, revision: str | None = None) -> llm_module.LLM:
     for text in engine.ready.notices:
         notice(text)
-    return llm_module.LLM(engine.core, served_model(model_name, engine.ready), WallClock(), draw_seed, engine.close)
+    served = served_model(model_name, engine.ready, revision)
+    return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
 def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
@@ -205,15 +218,16 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
     transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
-    return AsyncEngine(transport, partial(served_model, config.model.model), server.max_queue)
+    return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
+                       server.max_queue)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
     """`paceline serve`. Returns the exit status."""
     from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
 
-    build_policies(config.scheduler)    # a wrong name is told before anything is loaded
-    opened(config.model.model)
+    check_names(config)
+    opened(config.model.model, config.model.revision)
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)
@@ -234,10 +248,12 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
 
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
+    check_names(config)
     loaded = load_model(config.model)
     spec, kv = loaded.files.spec, kv_spec(loaded.files.spec, config.cache, config.model.kv_dtype)
     num_tokens = kv.num_blocks * kv.block_size
     reach = min(loaded.max_model_len, num_tokens)
+    available = available_memory_bytes()    # with the weights loaded
     return {
         "model": {
             "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
@@ -252,6 +268,9 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token,
             "kv_tokens_that_fit": num_tokens, "longest_request_tokens": reach,
             "full_length_requests_that_fit": num_tokens // (-(-reach // kv.block_size) * kv.block_size),
+            "memory_available_bytes": available,
+            "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
+            "pool_fits_memory": available is None or num_tokens * kv.bytes_per_token <= available,
         },
         "processor": {
             "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],

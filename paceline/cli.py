@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
@@ -33,8 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, without forty lines of usage before it; takes no half-written flags."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="paceline", description="An LLM serving engine that owns its schedule.")
+    parser = _Parser(prog="paceline", description="An LLM serving engine that owns its schedule.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = _command(commands, "serve", _serve, "serve a model over HTTP, OpenAI-compatible")
     _add_knobs(serve, ServerConfig)
@@ -115,10 +126,9 @@ def _generate(arguments: argparse.Namespace) -> int:
             completion = llm.chat([[{"role": "user", "content": arguments.prompt}]], show_progress=False, **sampling)[0]
         else:
             completion = llm.generate([arguments.prompt], show_progress=False, **sampling)[0]
-    if arguments.json:
-        print(json.dumps(completion.as_dict()))
-    else:
-        print(completion.text)
+    if arguments.temperature > 0 and arguments.seed is None and not arguments.json:
+        print(f"paceline: seed {completion.seed}", file=sys.stderr)
+    _put(json.dumps(completion.as_dict()) if arguments.json else completion.text)
     return 0
 
 
@@ -126,23 +136,36 @@ def _info(arguments: argparse.Namespace) -> int:
     from .build import describe
 
     facts = describe(configured(arguments))
-    if arguments.json:
-        print(json.dumps(facts))
-        return 0
-    width = max(len(name) for section in facts.values() for name in section)
-    for title, section in facts.items():
-        print(title.replace("_", " "))
-        for name, value in section.items():
-            print(f"  {name.replace('_', ' '):<{width}}  {_shown(name, value)}")
+    _put(json.dumps(facts) if arguments.json else _ledger(facts))
     return 0
+
+
+def _ledger(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    width = max(len(name) for section in facts.values() for name in section)
+    lines = []
+    for title, section in facts.items():
+        lines.append(title.replace("_", " "))
+        lines += [f"  {name.replace('_', ' '):<{width}}  {_shown(name, value)}" for name, value in section.items()]
+    return "\n".join(lines)
+
+
+def _put(text: str) -> None:
+    """Prints the result. Where nobody takes it, one line says so."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())    # the interpreter flushes once more at exit
+        raise EngineError(f"the result cannot be written: {error.strerror}") from error
 
 
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(str(item) for item in value) or "none"
+    if value is None or isinstance(value, bool):
+        return {None: "unknown", True: "yes", False: "no"}[value]
     if name.endswith("bytes") and isinstance(value, int):
         return f"{value:,} ({value / 1e6:,.1f} MB)" if value >= 100_000 else f"{value:,}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ def _check_one(declared: Field[Any], value: Any) -> None:
 class ModelConfig:
     """What to serve and in which numbers."""
 
-    model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, or dummy:NAME", flag=False)
+    model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, a hub id (owner/name or "
+                      "owner/name:FILE.gguf), or dummy:NAME", flag=False)
+    revision: str | None = knob(None, "branch, tag or commit of a hub id; default: its main branch")
     dtype: str = knob("auto", "packed form of the weights; auto: the source's own", choices=("auto", *WEIGHT_FORMS))
     kv_dtype: str = knob("bf16", "number format of keys and values in the cache", choices=KV_DTYPES)
     max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's limit", least=2)
@@ -75,12 +77,12 @@ class SchedulerConfig:
     max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1,
                                        most=1 << 20)
     watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
-    regime: str = knob("continuous", "when requests may join the running batch")
+    regime: str = knob("continuous", "when requests may join the running batch: continuous")
     ordering: str = knob("fcfs", "who is admitted first: fcfs or priority")
-    admission: str = knob("watermark", "what must be free before a request starts")
-    preemption: str = knob("recompute", "what happens when blocks run out")
+    admission: str = knob("watermark", "what must be free before a request starts: watermark")
+    preemption: str = knob("recompute", "what happens when blocks run out: recompute")
     victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival or lowest_priority")
-    chunking: str = knob("fixed", "how a step's token budget is split")
+    chunking: str = knob("fixed", "how a step's token budget is split: fixed")
 
     def __post_init__(self) -> None:
         _check(self)
@@ -94,14 +96,14 @@ class ServerConfig:
     port: int = knob(8000, "TCP port; 0 takes a free one", least=0, most=65535)
     served_model_name: str | None = knob(None, "name clients use, aliases after commas; default: the MODEL argument")
     transport: str = knob("thread", "where the engine loop runs: thread or process", choices=("thread", "process"))
-    max_queue: int = knob(1024, "requests accepted and unfinished before 429", least=1)
+    max_queue: int = knob(1024, "choices accepted and unfinished before 429", least=1)
     max_body_bytes: int = knob(16 << 20, "largest request body; larger ones get 413", least=1024)
     max_json_depth: int = knob(64, "deepest nesting of a request body", least=4, most=512)
     grace_seconds: float = knob(30.0, "after SIGTERM, seconds for running requests to finish", least=0.0)
     stall_seconds: float = knob(120.0, "health turns 503 when work waits and no step ended for this long", least=1.0)
     strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
     strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
-    api_key: str | None = knob(None, "require this key on every route except health and version")
+    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version")
 
     def __post_init__(self) -> None:
         _check(self)

@@ -31,19 +31,19 @@ class RequestError(EngineError):
 class PromptTooLong(RequestError):
     """The prompt leaves no room for one generated token. Carries both numbers."""
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_prompt_tokens: int, max_model_len: int, param: str = "prompt") -> None:
         super().__init__(
-            f"prompt: {num_prompt_tokens} tokens leave no room to generate; "
+            f"{param}: {num_prompt_tokens} tokens leave no room to generate; "
             f"prompt and output together are limited to {max_model_len} tokens here",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
 
-    def __reduce__(self) -> tuple[type[PromptTooLong], tuple[int, int]]:
+    def __reduce__(self) -> tuple[type[PromptTooLong], tuple[int, int, str | None]]:
         # An engine in its own process sends its errors as values; the default would call us with the message alone.
-        return PromptTooLong, (self.num_prompt_tokens, self.max_model_len)
+        return PromptTooLong, (self.num_prompt_tokens, self.max_model_len, self.param)
 
 
 class Unsupported(RequestError):

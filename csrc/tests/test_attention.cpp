@@ -219,6 +219,34 @@ void check_token(Check& exact, Check& error, const KernelTable& table, Row& whol
   }
 }
 
+// A token whose value is an infinity or a NaN changes nothing for the tokens ahead of it in the same call, and shows
+// itself after it as it does in a call of the token's own.
+void test_wild_values(const KernelTable& table, const Shape& shape, int length) {
+  Check check(std::string(table.name) + " attention " + (shape.is_bf16 ? "bf16" : "f32") + " x" +
+              std::to_string(shape.head_dim) + ", values that are not finite");
+  Row tame(shape, length, 1);
+  tame.write(table, 0, length);
+  const std::vector<float> right = attend_step(table, tame, 0, length, shape.num_kv_heads);
+  for (int wild : {1, 2, 37, 63, 64, length - 1}) {
+    Row row(shape, length, 1);
+    const size_t value = static_cast<size_t>((wild + 1) * row.qkv_width() - 3);    // of the last head
+    row.qkv[value] = wild % 2 == 0 ? HUGE_VALF : -NAN;
+    row.write(table, 0, length);
+    const std::vector<float> got = attend_step(table, row, 0, length, shape.num_kv_heads);
+    check.same_bits(got.data(), right.data(), wild * row.q_width(), "tokens ahead of", wild);
+    for (int token = wild; token < length; ++token) {
+      const std::vector<float> alone = attend_step(table, row, token, token + 1, 1);
+      const float* together = got.data() + token * row.q_width();
+      for (int64_t i = 0; i < row.q_width(); ++i) {
+        const float a = alone[static_cast<size_t>(i)], b = together[i];
+        check.expect(std::memcmp(&a, &b, 4) == 0 || (std::isnan(a) && std::isnan(b)), "token %d element %d: %.9g, alone %.9g",
+                     token, static_cast<int>(i), static_cast<double>(b), static_cast<double>(a));
+      }
+      check.expect(!std::isfinite(together[row.q_width() - 3]), "token %d does not show the value of token %d", token, wild);
+    }
+  }
+}
+
 void test_shape(const KernelTable& table, const Shape& shape, int length) {
   const std::string label = std::string(table.name) + " attention " + (shape.is_bf16 ? "bf16 " : "f32 ") +
                             std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + "x" +
@@ -246,6 +274,8 @@ void test_attention(const KernelTable& table) {
     test_shape(table, {3, 1, 64, 16, is_bf16, 48}, 70);
     test_shape(table, {2, 1, 32, 16, is_bf16, 32}, 70);
     test_shape(table, {3, 1, 64, 16, is_bf16, 0, 2.0f}, kSegment + 5);
+    test_wild_values(table, {3, 1, 64, 16, is_bf16}, 71);
+    test_wild_values(table, {4, 2, 32, 32, is_bf16}, 94);
     for (int length = 1; length <= 19; length += 2) test_shape(table, {3, 1, 64, 16, is_bf16}, length);
   }
 }

@@ -1,6 +1,11 @@
-// The thread pool: every tile of every operation runs once, operations in order, for 1 to 4 threads.
+// The thread pool: every tile of every operation runs once, operations in order, for 1 to 16 threads.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <thread>
 
 #include "../pool.h"
 #include "check.h"
@@ -8,55 +13,108 @@
 namespace paceline::test {
 namespace {
 
+constexpr int kOps = 20, kTiles = 64;
+
 class CountingWork final : public Work {
  public:
-  CountingWork(Check& check, std::vector<int> totals) : check_(check), totals_(std::move(totals)), runs_(64 * totals_.size()) {}
+  explicit CountingWork(Check& check) : check_(check) {}
 
-  int num_ops() const override { return static_cast<int>(totals_.size()); }
-  int total(int op) const override { return totals_[static_cast<size_t>(op)]; }
+  int num_ops() const override { return kOps; }
+  int total(int op) const override { return totals_[op].load(std::memory_order_relaxed); }
   void entered(int) override {}
   void run(int op, int tile, int) override {
-    runs_[static_cast<size_t>(op * 64 + tile)].fetch_add(1);
+    runs_[op][tile].fetch_add(1);
     for (int earlier = 0; earlier < op; ++earlier) {
-      if (complete_[static_cast<size_t>(earlier)].load() != totals_[static_cast<size_t>(earlier)]) is_disordered_ = true;
+      if (complete_[earlier].load() != totals_[earlier].load()) is_disordered_ = true;
     }
-    complete_[static_cast<size_t>(op)].fetch_add(1);
+    plain_[op][tile] += op > 0 ? plain_[op - 1][0] + 1 : 1;    // not atomic: the thread sanitizer watches the order
+    complete_[op].fetch_add(1);
+  }
+
+  void prepare(Random& random) {
+    for (int op = 0; op < kOps; ++op) {
+      totals_[op] = static_cast<int>(random.below(8) == 0 ? 0 : random.below(kTiles));
+      complete_[op] = 0;
+      for (int tile = 0; tile < kTiles; ++tile) runs_[op][tile] = plain_[op][tile] = 0;
+    }
   }
 
   void verify() {
     check_.expect(!is_disordered_, "an operation began before the one ahead of it was complete");
-    for (size_t op = 0; op < totals_.size(); ++op) {
-      for (int tile = 0; tile < 64; ++tile) {
-        const int wanted = tile < totals_[op] ? 1 : 0;
-        check_.expect(runs_[op * 64 + static_cast<size_t>(tile)].load() == wanted, "operation %d tile %d",
-                      static_cast<int>(op), tile);
+    for (int op = 0; op < kOps; ++op) {
+      for (int tile = 0; tile < kTiles; ++tile) {
+        check_.expect(runs_[op][tile].load() == (tile < totals_[op] ? 1 : 0), "operation %d tile %d", op, tile);
       }
     }
   }
 
  private:
   Check& check_;
-  std::vector<int> totals_;
-  std::vector<std::atomic<int>> runs_;
-  std::atomic<int> complete_[64] = {};
+  std::atomic<int> totals_[kOps] = {};
+  std::atomic<int> runs_[kOps][kTiles] = {};
+  std::atomic<int> complete_[kOps] = {};
+  int plain_[kOps][kTiles] = {};
   std::atomic<bool> is_disordered_{false};
 };
+
+// Runs with pauses of every length around the time that workers spin before they sleep.
+void test_rounds(int num_threads, int num_rounds) {
+  Check check("pool of " + std::to_string(num_threads));
+  CountingWork work(check);
+  Pool pool(num_threads, work);
+  Random random(static_cast<uint64_t>(num_threads));
+  for (int round = 0; round < num_rounds; ++round) {
+    work.prepare(random);
+    if (round % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(120)));
+    if (round % 4 == 0) pool.wake();
+    pool.run();
+    work.verify();
+  }
+}
+
+// A pool that ends at once, asleep, or between a wake and a run.
+void test_ends() {
+  Check check("pools that end early");
+  for (int i = 0; i < 60; ++i) {
+    CountingWork work(check);
+    Pool pool(3, work);
+    if (i % 3 == 1) std::this_thread::sleep_for(std::chrono::microseconds(150));
+    if (i % 3 == 2) pool.wake();
+    check.expect(pool.num_threads() == 3, "threads");
+  }
+}
+
+// A forked process has no workers: it can still run, and end the pool without waiting for threads that are not there.
+void test_fork() {
+  Check check("pool in a forked process");
+  auto work = std::make_unique<CountingWork>(check);
+  auto pool = std::make_unique<Pool>(3, *work);
+  Random random(5);
+  work->prepare(random);
+  pool->run();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    work->prepare(random);
+    pool->run();
+    pool.reset();
+    _exit(0);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  check.expect(child > 0 && WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %d", status);
+  work->prepare(random);
+  pool->run();
+  work->verify();
+}
 
 }  // namespace
 
 void test_pool() {
-  for (int num_threads = 1; num_threads <= 4; ++num_threads) {
-    Check check("pool of " + std::to_string(num_threads));
-    Pool pool(num_threads);
-    Random random(static_cast<uint64_t>(num_threads));
-    for (int round = 0; round < 100; ++round) {
-      std::vector<int> totals(static_cast<size_t>(1 + random.below(20)));
-      for (int& total : totals) total = static_cast<int>(random.below(8) == 0 ? 0 : random.below(64));
-      CountingWork work(check, totals);
-      pool.run(work);
-      work.verify();
-    }
-  }
+  for (int num_threads = 1; num_threads <= 4; ++num_threads) test_rounds(num_threads, 100);
+  test_rounds(16, 30);    // more than there are cores
+  test_ends();
+  test_fork();
 }
 
 }  // namespace paceline::test

@@ -1,6 +1,8 @@
 // A whole step without Python: a two-layer decoder, recorded by hand, run on the thread pool. A prompt gives the same logits
 // in one step, in pieces, beside another row, in other blocks and on any number of threads.
 #include <algorithm>
+#include <stdexcept>
+#include <thread>
 
 #include "../runner.h"
 #include "check.h"
@@ -182,11 +184,48 @@ void test_form(const KernelTable& table, Form form, bool is_bf16) {
   }
 }
 
+StepInput empty_step(const int32_t* row_starts) {
+  StepInput in{};
+  in.row_starts = row_starts;
+  return in;
+}
+
+// Two runners at once, each with threads of its own, and one that is closed while it works.
+void test_company(const KernelTable& table) {
+  Check check(std::string(table.name) + " runners side by side");
+  const std::vector<int32_t> prompt = tokens_of(60, 3);
+  const KVSpec kv = {kLayers, kKVHeads, kHeadDim, kBlockSize, kBlocks, true};
+  Runner one(table, 2, Recorder(Form::int8).spec, kv), two(table, 3, Recorder(Form::int8).spec, kv);
+  const std::vector<float> right = run_step(one, {{prompt, 0, 60, 0, 1}});
+  std::vector<float> got[2];
+  std::thread other([&] { for (int i = 0; i < 20; ++i) got[1] = run_step(two, {{prompt, 0, 60, 0, 1}}); });
+  for (int i = 0; i < 20; ++i) got[0] = run_step(one, {{prompt, 0, 60, 0, 1}});
+  other.join();
+  for (int i = 0; i < 2; ++i) {
+    check.expect(got[i].size() == kVocab && right.size() == kVocab, "runner %d: no logits", i);
+    if (got[i].size() == kVocab && right.size() == kVocab) check.same_bits(got[i].data(), right.data(), kVocab, "runner", i);
+  }
+  const int32_t no_rows[] = {0};
+  one.step(empty_step(no_rows), nullptr, nullptr, nullptr);
+  bool was_refused = false;
+  std::thread stepping([&] {
+    try {
+      for (;;) run_step(one, {{prompt, 0, 60, 0, 1}});
+    } catch (const std::invalid_argument&) {
+      was_refused = true;
+    }
+  });
+  one.close();
+  stepping.join();
+  check.expect(was_refused, "a closed runner ran a step");
+}
+
 }  // namespace
 
 void test_program(const KernelTable& table) {
   for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_form(table, form, true);
   test_form(table, Form::int4, false);
+  test_company(table);
 }
 
 }  // namespace paceline::test

@@ -4,6 +4,7 @@ queue limit; knows no HTTP and no tensors. Everything here runs on the event loo
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from .messages import Abort, Died, EngineStats, News, Outputs, Ready, Rejected, 
 from .transport import Transport
 
 OnOutputs = Callable[[Outputs], None]
+LOGGER = logging.getLogger("paceline.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class ServedModel:
     max_model_len: int          # tokens of prompt and output together
     eos_token_ids: frozenset[int]
     fingerprint: str
+    reads_priority: bool = True    # whether a request's priority changes anything in this engine
     vocab_size: int             # token ids a client may send are below this
 
 
@@ -198,6 +201,8 @@ class AsyncEngine:
                     self._forget(stream)
                     stream._close(news.error)
             case Died():
+                if self.state != "loading":    # else whoever awaits ready() is told
+                    LOGGER.error("paceline: the engine has died: %s", news.reason)
                 self.state, self.failure = "dead", news
                 self._close_streams(EngineDead(news.reason))
             case Stopped():

@@ -176,6 +176,13 @@ class OutputText:
         return released
 
 
+def shown_token_ids(token_ids: Sequence[int], stop: StopMatch | None) -> Sequence[int]:
+    """A request's last tokens without the one that stopped it: that one is counted, its text is not shown."""
+    if stop is not None and stop.token_id is not None and token_ids and token_ids[-1] == stop.token_id:
+        return token_ids[:-1]
+    return token_ids
+
+
 OutputHistory = Callable[[str], Sequence[int] | None]
 
 

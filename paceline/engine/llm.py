@@ -3,8 +3,12 @@ server; only the loop around it differs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from operator import index
 from typing import Any
 
 from tqdm import tqdm
@@ -16,10 +20,12 @@ from ..sched.choices import choice_id
 from ..sched.limits import Limits, check_fits
 from .async_engine import ServedModel
 from .core import EngineCore
-from .detokenizer import OutputText
+from .detokenizer import OutputText, shown_token_ids
 from .messages import RequestOutput, Submit
 
 Prompt = str | Sequence[int]
+NUMBERS: dict[str, Callable[[Any], Any]] = {    # what a caller may bring from numpy, made plain
+    "max_tokens": index, "top_k": index, "seed": index, "temperature": float, "top_p": float}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +78,21 @@ class LLM:
         """Gives memory and threads back. The LLM is of no use afterwards."""
         self._close()
 
-    def generate(self, prompts: Sequence[Prompt], *, n: int = 1, show_progress: bool = True,
-                 **sampling: Any) -> list[Completion]:
+    def generate(self, prompts: Sequence[Prompt], *, n: int = 1, priorities: Sequence[int] | None = None,
+                 show_progress: bool = True, **sampling: Any) -> list[Completion]:
         """Completes every prompt (text, or token ids) n times; results in order of prompt, then choice.
 
         Sampling parameters are the fields of SamplingParams, max_tokens 16 by default; a seed that is not given is
-        drawn for each prompt and reported. Raises RequestError before anything runs.
+        drawn for each prompt and reported. priorities, one a prompt, the lowest first, need an ordering or a victim
+        rule that reads them. Raises RequestError before anything runs.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts: give a list of prompts, not one string", param="prompts")
         if not 1 <= n <= 128:
             raise RequestError(f"n: {n} is not allowed; it lies between 1 and 128", param="n")
-        submits = [self._submit(index, prompt, n, sampling) for index, prompt in enumerate(prompts)]
+        submits = [self._submit(place, prompt, n, sampling) for place, prompt in enumerate(prompts)]
+        if priorities is not None:
+            submits = self._with_priorities(submits, priorities)
         return self._run(submits, show_progress)
 
     def chat(self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, n: int = 1, show_progress: bool = True,
@@ -96,28 +105,38 @@ class LLM:
         prompts = [self.model.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, n=n, show_progress=show_progress, **sampling)
 
-    def _submit(self, index: int, prompt: Prompt, n: int, sampling: Mapping[str, Any]) -> Submit:
+    def _with_priorities(self, submits: Sequence[Submit], priorities: Sequence[int]) -> list[Submit]:
+        if not self.model.reads_priority:
+            raise RequestError("priorities: this engine does not look at them; make it with ordering='priority'",
+                               param="priorities")
+        if len(priorities) != len(submits):
+            raise RequestError(f"priorities: {len(priorities)} for {len(submits)} prompts", param="priorities")
+        return [replace(submit, priority=one) for submit, one in zip(submits, priorities, strict=True)]
+
+    def _submit(self, place: int, prompt: Prompt, n: int, sampling: Mapping[str, Any]) -> Submit:
+        name = f"prompts[{place}]"
         if isinstance(prompt, str):
             token_ids = tuple(self.model.tokenizer.encode(prompt, add_special_tokens=True))
         else:
-            token_ids = tuple(prompt)
+            token_ids = _plain(name, _token_ids, prompt)
         if not token_ids:
-            raise RequestError(f"prompts[{index}]: no tokens to start from", param="prompts")
+            raise RequestError(f"{name}: no tokens to start from", param="prompts")
         if wrong := [token_id for token_id in token_ids if not 0 <= token_id < self.model.vocab_size]:
-            raise RequestError(f"prompts[{index}]: token id {wrong[0]} is not in the vocabulary of "
+            raise RequestError(f"{name}: token id {wrong[0]} is not in the vocabulary of "
                                f"{self.model.vocab_size}", param="prompts")
         params = self._params(len(token_ids), dict(sampling))
-        request_id = f"llm-{self._num_calls}-{index}"
-        return Submit(request_id=request_id, prompt_token_ids=token_ids, sampling=params, prompt_index=index,
+        request_id = f"llm-{self._num_calls}-{place}"
+        return Submit(request_id=request_id, prompt_token_ids=token_ids, sampling=params, prompt_index=place,
                       arrival_time=self._clock.now(), num_choices=n)
 
     def _params(self, num_prompt_tokens: int, sampling: dict[str, Any]) -> SamplingParams:
         given = {name: value for name, value in sampling.items() if value is not None}
         given.setdefault("max_tokens", 16)
         given.setdefault("seed", self._draw_seed())
-        for name in ("stop", "stop_token_ids"):
-            if name in given:
-                given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        kinds = NUMBERS | {"stop": _texts, "stop_token_ids": _token_ids}
+        given = {name: _plain(name, kinds[name], value) if name in kinds else value for name, value in given.items()}
         try:
             params = SamplingParams(**given)
         except TypeError as mistake:
@@ -133,18 +152,30 @@ class LLM:
             for submit in submits for choice in range(submit.num_choices)}
         texts = {submit.prompt_index: submit for submit in submits}
         done: list[Completion] = []
-        with tqdm(total=len(growing), unit="completion", disable=not show_progress) as progress:
-            for submit in submits:
-                self.core.add(submit)
-            while len(done) < len(growing):
-                for output in self.core.step().outputs:
-                    state = growing[output.request_id]
-                    state.token_ids.extend(output.token_ids)
-                    state.logprobs.extend(output.logprobs or ())
-                    if output.finish_reason is not None:
-                        done.append(self._completion(texts[state.prompt_index], state, output))
-                        progress.update()
+        try:
+            with (tqdm(total=len(growing), unit="completion", disable=not show_progress) as progress,
+                  interrupts_between_steps() as interrupt_if_asked):
+                for submit in submits:
+                    self.core.add(submit)
+                while len(done) < len(growing):
+                    interrupt_if_asked()
+                    for output in self.core.step().outputs:
+                        state = growing[output.request_id]
+                        state.token_ids.extend(output.token_ids)
+                        state.logprobs.extend(output.logprobs or ())
+                        if output.finish_reason is not None:
+                            done.append(self._completion(texts[state.prompt_index], state, output))
+                            progress.update()
+        except BaseException:
+            self._give_up(submits)
+            raise
         return sorted(done, key=lambda completion: (completion.prompt_index, completion.choice_index))
+
+    def _give_up(self, submits: Sequence[Submit]) -> None:
+        """What an interrupted call leaves behind would take blocks from the next one and mix with its results."""
+        self.core.abort([submit.request_id for submit in submits])
+        if not self.core.scheduler.has_work():
+            self.core.step()    # its news are nobody's
 
     def _completion(self, submit: Submit, state: _Growing, last: RequestOutput) -> Completion:
         assert last.finish_reason is not None and last.timeline is not None
@@ -159,5 +190,48 @@ class LLM:
 
     def _text(self, submit: Submit, token_ids: tuple[int, ...], stop: StopMatch | None) -> str:
         text = OutputText(self.model.tokenizer, submit.sampling.stop)
-        return text.push(token_ids) + text.finish(None if stop is None else stop.num_text_chars)
+        return text.push(shown_token_ids(token_ids, stop)) + text.finish(None if stop is None else stop.num_text_chars)
 
+
+@contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C takes effect where the function given here is called: half a step would leave the engine unusable. The
+    second Ctrl-C does not wait."""
+    asked: list[int] = []
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        asked.append(number)
+        if len(asked) > 1:
+            signal.default_int_handler(number, frame)
+
+    def interrupt_if_asked() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    is_ours = (threading.current_thread() is threading.main_thread()
+               and signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    if is_ours:
+        signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupt_if_asked
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    return tuple(map(index, value))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    texts = tuple(value)
+    if not all(isinstance(one, str) for one in texts):
+        raise TypeError("each must be a string")
+    return texts
+
+
+def _plain(name: str, kind: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as mistake:
+        raise RequestError(f"{name}: {value!r:.100} is of the wrong kind: {mistake}", param=name) from mistake

@@ -56,6 +56,7 @@ class Ready:
     block_size: int          # tokens
     fingerprint: str         # names the numeric path (system_fingerprint)
     notices: tuple[str, ...] = ()    # what a person should know about this engine, a line each
+    reads_priority: bool = True      # whether the ordering or the victim rule looks at a request's priority
 
 
 @dataclass(frozen=True, slots=True)

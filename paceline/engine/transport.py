@@ -3,12 +3,15 @@ engine/messages.py and nothing else; which one is the default is decided by meas
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 from ..errors import ConfigError, ModelError, RequestError
@@ -55,6 +58,10 @@ class Inbox(Protocol):
         ...
 
 
+class FrontGone(Exception):
+    """Nobody is left to serve or to tell: the process of the front was killed."""
+
+
 def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
     """Loads the engine, then runs it until told to stop. Never raises: whatever goes wrong is published as Died."""
     try:
@@ -65,6 +72,8 @@ def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
         finally:
             loaded.close()
         publish(Stopped())
+    except FrontGone:
+        return
     except (ConfigError, ModelError) as mistake:
         publish(Died(str(mistake), is_callers_mistake=True))
     except BaseException as failure:    # the front must hear of every end, also of KeyboardInterrupt in a child
@@ -143,19 +152,29 @@ class _PipeInbox:
         self._connection = connection
 
     def drain(self, blocks: bool) -> Iterator[Message]:
-        if blocks:
-            yield self._connection.recv()
-        while self._connection.poll():
-            yield self._connection.recv()
+        try:
+            if blocks:
+                yield self._connection.recv()
+            while self._connection.poll():
+                yield self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise FrontGone from error
 
 
 def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
-    try:
-        run_loop(make_core, _PipeInbox(messages), news.send)
-    except (BrokenPipeError, EOFError):
-        pass    # the front is gone, and with it everybody to tell
-    finally:
-        news.close()
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; when to leave is the front's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def publish(one: News) -> None:
+        try:
+            news.send(one)
+        except OSError as error:
+            raise FrontGone from error
+
+    with contextlib.suppress(FrontGone):    # of telling how the loop ended
+        run_loop(make_core, _PipeInbox(messages), publish)
+    news.close()
 
 
 class ProcessTransport:
@@ -172,6 +191,8 @@ class ProcessTransport:
 
     def start(self, on_news: OnNews) -> None:
         self._process.start()
+        # At exit multiprocessing ends daemons by SIGTERM and waits; the child ignores that, so this must come before.
+        Finalize(None, self.kill, exitpriority=10)
         for end in self._child_ends:
             end.close()
         threading.Thread(target=self._read, args=(on_news,), name="paceline-news", daemon=True).start()

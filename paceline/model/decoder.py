@@ -17,8 +17,12 @@ from .spec import ModelSpec, Weights
 
 Progress = Callable[[int, int], None]    # weights packed so far, weights in all
 
-# dtype "auto": the form that holds a source's own values. Only F16 -> bf16 loses (3 of its 11 significant bits).
-AUTO_FORMS = {"F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
+# dtype "auto": the smallest form that holds a source's own values, or comes closest (docs/formats.md has the errors).
+AUTO_FORMS = {
+    "F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4", "Q5_0": "int8",
+    "Q5_1": "int8", "Q2_K": "int8", "Q3_K": "int8", "Q4_K": "int4", "Q5_K": "int8", "Q6_K": "int8", "IQ4_NL": "int8",
+    "MXFP4": "int8",
+}
 
 FORM_BITS = {"f32": 32, "bf16": 16, "int8": 8.5, "int4": 5}    # a weight, scales included
 

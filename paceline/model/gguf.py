@@ -3,6 +3,8 @@
 Why not the gguf package's reader: it takes 2.2 s for the header of SmolLM2 (a numpy view for every one of the 98,000
 strings in the vocabulary), this one a few hundredths. The values of tensors are never touched here.
 
+A model may be split into files NAME-00001-of-00003.gguf; any of them stands for all. The first one's metadata counts.
+
 A header is untrusted: every count and length is checked against the bytes that are left before anything is allocated,
 so that memory stays proportional to the file. All failures are ModelErrors naming file, field and number.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,13 +45,19 @@ _LEAST_TENSOR_BYTES = 32    # name length, dimension count, one extent, type, of
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """metadata holds scalars, strings, lists of strings and numpy arrays of numbers; tensors are keyed by name."""
+    """metadata holds scalars, strings, lists of strings and numpy arrays of numbers; tensors are keyed by name.
 
-    path: Path
+    paths: the file, or all parts of a split one, in order; metadata and path are the first one's."""
+
+    paths: tuple[Path, ...]
     version: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     header_sha256: str
+
+    @property
+    def path(self) -> Path:
+        return self.paths[0]
 
     @property
     def fields(self) -> Fields:
@@ -56,7 +65,49 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Reads the header; tensors are views of the map. ModelError unless the file is sound and of known types."""
+    """Reads the headers; tensors are views of the maps. ModelError unless the files are sound and of known types."""
+    file = _read_file(path)
+    num_parts = file.fields.integer("split.count", 1)
+    return file if num_parts == 1 else _joined([_read_part(file, other, number, num_parts)
+                                                for number, other in enumerate(_part_paths(path, num_parts))])
+
+
+def _part_paths(path: Path, num_parts: int) -> list[Path]:
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[2]) != num_parts or num_parts < 1:
+        raise ModelError(f"{path}: split.count={num_parts}: a part must be named NAME-00001-of-{num_parts:05}.gguf")
+    paths = [path.with_name(f"{match[1]}-{number:05}-of-{num_parts:05}.gguf") for number in range(1, num_parts + 1)]
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{path}: split.count={num_parts}: part {missing[0]}{more} is missing from the directory")
+    return paths
+
+
+def _read_part(given: GGUFFile, path: Path, number: int, num_parts: int) -> GGUFFile:
+    part = given if path == given.path else _read_file(path)
+    if part.fields.integer("split.count", 1) != num_parts or part.fields.integer("split.no") != number:
+        raise part.fields.refuse("split.no", f"the file must be part {number} of {num_parts}, counted from 0")
+    return part
+
+
+def _joined(parts: list[GGUFFile]) -> GGUFFile:
+    """One file with the tensors of all parts, and no word about the split left in its metadata."""
+    first, tensors = parts[0], dict[str, StoredTensor]()
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ModelError(f"{part.path}: tensor name {name!r} appears in an earlier part as well")
+            tensors[name] = tensor
+    declared = first.fields.integer("split.tensors.count", len(tensors))
+    if declared != len(tensors):
+        raise first.fields.refuse("split.tensors.count", f"the {len(parts)} parts hold {len(tensors)} tensors")
+    metadata = {name: value for name, value in first.metadata.items() if not name.startswith("split.")}
+    digest = hashlib.sha256("".join(part.header_sha256 for part in parts).encode()).hexdigest()
+    return GGUFFile(tuple(part.path for part in parts), first.version, metadata, tensors, digest)
+
+
+def _read_file(path: Path) -> GGUFFile:
     mapped = map_file(path)
     cursor = _Cursor(mapped, path)
     version, num_tensors, num_pairs = _read_preamble(cursor)
@@ -70,7 +121,7 @@ def read_gguf(path: Path) -> GGUFFile:
     data_start = _data_start(cursor, metadata)
     tensors = {entry.name: _view(cursor, entry, data_start) for entry in entries}
     digest = hashlib.sha256(memoryview(mapped)[:cursor.offset]).hexdigest()
-    return GGUFFile(path, version, metadata, tensors, digest)
+    return GGUFFile((path,), version, metadata, tensors, digest)
 
 
 @dataclass(frozen=True, slots=True)

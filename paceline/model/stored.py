@@ -17,6 +17,8 @@ from ..ops.dequantize import BLOCKS, dequantize
 from ..ops.interface import SourceTensor
 from .fields import refuse_lfs_pointer
 
+RAW_BYTES = {"F8_E4M3": 1, "I32": 4}    # safetensors types that are no weights until prequantized.py converts them
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -42,7 +44,7 @@ class StoredTensor:
 
 def num_tensor_bytes(shape: tuple[int, ...], source_type: str) -> int | None:
     """Bytes a tensor of this shape takes; None when a row is not a whole number of blocks."""
-    values_per_block, bytes_per_block = BLOCKS[source_type]
+    values_per_block, bytes_per_block = BLOCKS.get(source_type) or (1, RAW_BYTES[source_type])
     if shape and shape[-1] % values_per_block:
         return None
     num_values = 1

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the tokenizers library. Built from a Hugging Face directory or GGUF metadata.
+"""Text to token ids and back, over the tokenizers library. Built from a Hugging Face directory or by tokenizer_gguf.
 
 A Tokenizer never changes after it is built, so any number of threads may use one. decode() is the definition of a
 request's text: detokenizer.py streams exactly what decode() of all output ids gives.
@@ -6,19 +6,25 @@ request's text: detokenizer.py streams exactly what decode() of all output ids g
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders
 
 from ..errors import ModelError, RequestError
 from .fields import Fields, read_json_fields
 
 logger = logging.getLogger(__name__)
+# The library's own threads would compete with the kernels' for the cores. It reads this whenever it encodes.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -53,7 +59,9 @@ class Tokenizer:
         """Token ids. add_special_tokens adds what the model wants around a text (a BOS); text that spells a special
         token becomes that token either way. RequestError when the text holds a lone surrogate."""
         try:
-            return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch form lets go of the GIL, which the engine's thread and the event loop wait for; _fast leaves out
+            # the offsets, which nobody reads.
+            return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             _refuse_surrogates(text)
             raise
@@ -76,12 +84,15 @@ class Tokenizer:
         return max(map(len, self.inner.get_vocab()), default=1)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, special or not. Where the vocabulary is not byte-level: of its text alone."""
-        if not self.is_byte_level:
-            return self.token_text(token_id).encode()
+        """The bytes a token stands for, special or not, inside a text: SentencePiece may leave out a first space."""
         text = self.inner.id_to_token(token_id)
         if text is None:
             return b""
+        if not self.is_byte_level:
+            if _BYTE_TOKEN.fullmatch(text):
+                return bytes([int(text[3:5], 16)])
+            is_piece = self._marks_spaces and text not in self.added_ids
+            return (text.replace("▁", " ") if is_piece else self.token_text(token_id)).encode()
         try:
             return bytes(map(BYTE_OF_CHAR.__getitem__, text))
         except KeyError:        # an added token in plain text
@@ -91,6 +102,11 @@ class Tokenizer:
     def is_byte_level(self) -> bool:
         """Every token is a string of bytes, and decoding concatenates them."""
         return isinstance(self.inner.decoder, decoders.ByteLevel)
+
+    @cached_property
+    def _marks_spaces(self) -> bool:
+        """Tokens spell a space as U+2581, as SentencePiece does."""
+        return self.inner.decoder is not None and "▁" in repr(json.loads(self.inner.to_str())["decoder"])
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -183,92 +199,3 @@ def _mark_special(inner: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
     for text in dict.fromkeys(texts):
         if text not in known and inner.token_to_id(text) is not None:
             inner.add_special_tokens([AddedToken(text, special=True, normalized=False)])
-
-
-def _wrap_texts(inner: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """encode(add_special_tokens=True) puts bos before and eos after a text, and nothing else."""
-    single = " ".join([*([bos + ":0"] if bos else []), "$A:0", *([eos + ":0"] if eos else [])])
-    pair = f"{single} $B:1"
-    pieces = [(text, inner.token_to_id(text)) for text in dict.fromkeys((bos, eos)) if text]
-    inner.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=pieces)
-
-
-# ---- from GGUF metadata
-
-_DIGITS = pre_tokenizers.Digits(individual_digits=True)
-_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-PRE_TOKENIZERS = {      # tokenizer.ggml.pre -> how text is split before merging
-    "gpt-2": _GPT2,
-    "smollm": pre_tokenizers.Sequence([_DIGITS, _GPT2]),
-    "starcoder": pre_tokenizers.Sequence([_DIGITS, _GPT2]),
-    "refact": pre_tokenizers.Sequence([_DIGITS, _GPT2]),
-}
-_CONTROL, _USER_DEFINED = 3, 4      # tokenizer.ggml.token_type
-
-
-def tokenizer_from_gguf(metadata: Fields) -> Tokenizer:
-    """A byte-level BPE tokenizer from tokenizer.ggml.*. ModelError for other models and unknown pre-tokenizers."""
-    if metadata.text("tokenizer.ggml.model") != "gpt2":
-        raise metadata.refuse("tokenizer.ggml.model", "only 'gpt2' (byte-level BPE) is supported")
-    if metadata.text("tokenizer.ggml.pre") not in PRE_TOKENIZERS:
-        raise metadata.refuse("tokenizer.ggml.pre", f"unknown; supported: {', '.join(PRE_TOKENIZERS)}")
-    if metadata.flag("tokenizer.ggml.add_space_prefix", False):
-        raise metadata.refuse("tokenizer.ggml.add_space_prefix", "is not supported for byte-level BPE")
-    tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    inner = _byte_level_bpe(metadata, tokens)
-    inner.pre_tokenizer = PRE_TOKENIZERS[metadata.text("tokenizer.ggml.pre")]
-    _add_marked_tokens(inner, metadata, tokens)
-    special_tokens = {}
-    for name, field in zip(SPECIAL_NAMES, ("bos", "eos", "unknown", "padding"), strict=True):
-        field = f"tokenizer.ggml.{field}_token_id"
-        if metadata.has(field):
-            special_tokens[name] = tokens[_checked_id(metadata, field, len(tokens))]
-    bos = special_tokens.get("bos_token") if metadata.flag("tokenizer.ggml.add_bos_token", False) else None
-    eos = special_tokens.get("eos_token") if metadata.flag("tokenizer.ggml.add_eos_token", False) else None
-    if bos or eos:
-        _wrap_texts(inner, bos, eos)
-    return Tokenizer(inner, special_tokens)
-
-
-def _byte_level_bpe(metadata: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
-    vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise ModelError(f"{metadata.where}: tokenizer.ggml.tokens holds {len(tokens) - len(vocabulary)} duplicates")
-    merges: list[tuple[str, str]] = []
-    for index, merge in enumerate(_strings(metadata, "tokenizer.ggml.merges")):
-        left, space, right = merge.partition(" ")
-        if not space or " " in right:
-            raise ModelError(f"{metadata.where}: tokenizer.ggml.merges[{index}] {merge!r:.80} is not a pair")
-        merges.append((left, right))
-    try:
-        inner = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    except Exception as error:      # the library raises plain Exception, e.g. for a merge of unknown tokens
-        raise ModelError(f"{metadata.where}: tokenizer.ggml.merges: {error}") from error
-    inner.decoder = decoders.ByteLevel()
-    return inner
-
-
-def _add_marked_tokens(inner: tokenizers.Tokenizer, metadata: Fields, tokens: list[str]) -> None:
-    types = metadata.values.get("tokenizer.ggml.token_type")
-    if types is None or not hasattr(types, "tolist") or len(types) != len(tokens):
-        raise metadata.refuse("tokenizer.ggml.token_type", f"must hold one number for each of {len(tokens)} tokens")
-    marked = [(text, kind) for text, kind in zip(tokens, types.tolist(), strict=True)
-              if kind in (_CONTROL, _USER_DEFINED)]
-    inner.add_special_tokens([AddedToken(text, special=True, normalized=False)
-                              for text, kind in marked if kind == _CONTROL])
-    inner.add_tokens([AddedToken(text, special=False, normalized=False)
-                      for text, kind in marked if kind == _USER_DEFINED])
-
-
-def _checked_id(metadata: Fields, field: str, num_tokens: int) -> int:
-    token_id = metadata.integer(field)
-    if not 0 <= token_id < num_tokens:
-        raise metadata.refuse(field, f"outside the vocabulary of {num_tokens} tokens")
-    return token_id
-
-
-def _strings(metadata: Fields, name: str) -> list[str]:
-    value = metadata.values.get(name)
-    if not isinstance(value, list):
-        raise metadata.refuse(name, "must be an array of strings")
-    return value

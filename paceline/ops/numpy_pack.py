@@ -1,6 +1,8 @@
 """Rounds weights to the values a packed form can hold: what the compiled kernels compute with, kept as float32.
 
-A source that the form holds without loss is left alone. Otherwise values are rounded to nearest even:
+A source that the form holds without loss is left alone. Two keep their own quants, with scales (and minima) rounded to
+f16, which loses far less than quantising anew: Q4_K in int4, and MXFP4 in int8 (exact for scales of 2^-24 to 2^15).
+Otherwise values are rounded to nearest even:
   bf16   each value
   int8   groups of 32 inputs: d = f16(max|w| / 127), q = round(w / d) in [-127, 127], w' = d q
   int4   groups of 32 inputs: d = f16((max - min) / 15), m = f16(min), q = round((w - m) / d) in [0, 15], w' = d q + m
@@ -14,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, ModelError
-from .dequantize import bf16_bits, dequantize, from_bf16_bits
+from .dequantize import BLOCKS, bf16_bits, dequantize, from_bf16_bits, mxfp4_parts, q4_k_parts
 from .interface import SourceTensor
 
 F32 = NDArray[np.float32]
 GROUP = 32
 INPUTS_MULTIPLE = {"f32": 1, "bf16": 2, "int8": GROUP, "int4": GROUP}
-LOSSLESS = {"f32": {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"}, "bf16": {"BF16"}, "int8": {"Q8_0"},
-            "int4": {"Q4_0", "Q4_1"}}
+LOSSLESS = {"f32": set(BLOCKS), "bf16": {"BF16", "MXFP4"}, "int8": {"Q8_0", "Q5_0", "IQ4_NL"}, "int4": {"Q4_0", "Q4_1"}}
 
 
 def rounded_to_form(source: SourceTensor, form: str) -> F32:
@@ -32,8 +33,11 @@ def rounded_to_form(source: SourceTensor, form: str) -> F32:
         raise ModelError(f"{source.name}: dtype {form} needs a multiple of {INPUTS_MULTIPLE[form]} inputs, "
                          f"got {source.num_inputs}")
     values = dequantize(source)
-    if source.source_type not in LOSSLESS[form]:
-        with np.errstate(over="ignore", invalid="ignore"):    # refused below
+    with np.errstate(over="ignore", invalid="ignore"):    # refused below
+        if (source.source_type, form) in KEEPS_QUANTS:
+            raw = source.raw if source.row_order is None else source.raw[source.row_order]
+            values = KEEPS_QUANTS[source.source_type, form](np.ascontiguousarray(raw)).reshape(values.shape)
+        elif source.source_type not in LOSSLESS[form]:
             values = ROUNDERS[form](values)
     if not np.isfinite(values).all():
         raise ModelError(f"{source.name}: holds values that are not finite, or too large for dtype {form}")
@@ -61,6 +65,16 @@ def to_int4(values: F32) -> F32:
     return (d * _quants(groups - m, d, 0, 15) + m).reshape(values.shape)
 
 
+def _q4_k_to_int4(raw: NDArray[np.uint8]) -> F32:
+    d, quants, minimum = q4_k_parts(raw)
+    return _f16(d) * quants + _f16(-minimum)
+
+
+def _mxfp4_to_int8(raw: NDArray[np.uint8]) -> F32:
+    d, quants = mxfp4_parts(raw)
+    return _f16(d) * quants
+
+
 def _f16(values: F32) -> F32:
     return values.astype(np.float16).astype(np.float32)
 
@@ -70,4 +84,7 @@ def _quants(values: F32, d: F32, least: int, most: int) -> F32:
     return np.clip(np.rint(quotient), least, most)
 
 
+KEEPS_QUANTS: dict[tuple[str, str], Callable[[NDArray[np.uint8]], F32]] = {
+    ("Q4_K", "int4"): _q4_k_to_int4, ("MXFP4", "int8"): _mxfp4_to_int8,
+}
 ROUNDERS: dict[str, Callable[[F32], F32]] = {"f32": _to_f32, "bf16": to_bf16, "int8": to_int8, "int4": to_int4}

@@ -36,6 +36,11 @@ class ServedModel(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def reads_priority(self) -> bool:
+        """Whether a request's priority changes anything."""
+        ...
+
 
 class RequestStream(Protocol):
     """News of one Submit, all choices interleaved; ends when all have finished; raises EngineDead if the loop died."""

@@ -148,6 +148,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "kv_transfer_params": (),
+    "token_ids_logprob": (),
+    "n_probs": (0,),
+    "stop_regex": (),
+    "no_stop_trim": (False,),
+    "lora_path": (),
+    "logits_processors": ([],),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "tfs_z": (1,),
 }
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {"suffix": ("",)}
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from ..engine.detokenizer import OutputText
+from ..engine.detokenizer import OutputText, shown_token_ids
 from ..engine.messages import RequestOutput
 from ..model.tokenizer import Tokenizer
 from ..request import FinishReason
@@ -32,10 +32,8 @@ class Choice:
         """The text that became certain with this output."""
         self.num_tokens += len(output.token_ids)
         self.num_cached_tokens = output.num_cached_tokens
-        token_ids, stop = output.token_ids, output.stop
-        if stop is not None and stop.token_id is not None and token_ids and token_ids[-1] == stop.token_id:
-            token_ids = token_ids[:-1]    # a token that stops is counted, its text is not shown
-        text = self._text.push(token_ids)
+        stop = output.stop
+        text = self._text.push(shown_token_ids(output.token_ids, stop))
         if output.finish_reason is None:
             return text
         self.finish_reason = PUBLIC_REASONS.get(output.finish_reason)

@@ -16,7 +16,7 @@ from typing import Any
 from ..clock import Clock
 from ..config import ServerConfig
 from ..engine.messages import Submit
-from ..errors import RequestError
+from ..errors import RequestError, Unsupported
 from ..request import SamplingParams
 from . import fields
 from .engine_port import Engine, SeedSource, ServedModel
@@ -118,6 +118,8 @@ class CallReader:
         model_name = self.served_name(values["model"])
         fields.refuse_unsupported(body, neutral)
         fields.check_best_of(body, values["n"])
+        if values["priority"] and not self.engine.model.reads_priority:
+            raise Unsupported("priority: not looked at here; a server with --ordering priority does", "priority")
         if values["n"] > self.config.max_queue:
             raise RequestError(f"n: at most {self.config.max_queue} choices fit the queue here, got {values['n']}", "n")
         is_chat = known is KNOWN_CHAT
@@ -159,7 +161,7 @@ class CallReader:
             raise RequestError(message, "messages", "no_chat_template")
         flags = turn_flags(messages, values["add_generation_prompt"], values["continue_final_message"])
         text = await off_loop(num_chars_of(messages), lambda: render(template, messages, flags))
-        return (await read_prompts([text], model, values["add_special_tokens"]))[0]
+        return (await read_prompts([text], model, values["add_special_tokens"], "messages"))[0]
 
     def _max_tokens(self, wanted: int | None, default: int, prompt: Prompt, model: ServedModel) -> int:
         """What was asked for, at most what the context leaves."""

@@ -55,37 +55,37 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[Any]]:
 
 
 async def read_prompts(
-    parts: Sequence[str | list[Any]], model: ServedModel, add_special_tokens: bool
+    parts: Sequence[str | list[Any]], model: ServedModel, add_special_tokens: bool, param: str = "prompt"
 ) -> tuple[Prompt, ...]:
-    """All prompts of a call, each checked against the context limit."""
+    """All prompts of a call, each checked against the context limit. param: the field they come from."""
     num_chars = 0
     for part in parts:
         if isinstance(part, str):
-            check_chars(part, model)
+            check_chars(part, model, param)
             num_chars += len(part)
         else:
-            check_length(len(part), model)
-            check_token_ids("prompt", part, model.vocab_size)
+            check_length(len(part), model, param)
+            check_token_ids(param, part, model.vocab_size)
     encode = model.tokenizer.encode
     texts = [part for part in parts if isinstance(part, str)]
     encoded = iter(await off_loop(num_chars, lambda: [encode(text, add_special_tokens) for text in texts]))
     prompts = tuple(Prompt(tuple(next(encoded)), one) if isinstance(one, str) else Prompt(tuple(one)) for one in parts)
     for prompt in prompts:
-        check_length(len(prompt.token_ids), model)
+        check_length(len(prompt.token_ids), model, param)
     return prompts
 
 
-def check_chars(text: str, model: ServedModel) -> None:
+def check_chars(text: str, model: ServedModel, param: str) -> None:
     """Refuses text that cannot fit however it is split, before a tokenizer spends seconds on it."""
     max_chars = model.max_model_len * getattr(model.tokenizer, "max_token_chars", FALLBACK_TOKEN_CHARS)
     if len(text) > max_chars:
         raise RequestError(
-            f"prompt: {len(text)} characters cannot fit; prompt and output together are limited to "
-            f"{model.max_model_len} tokens here", "prompt", "context_length_exceeded")
+            f"{param}: {len(text)} characters cannot fit; prompt and output together are limited to "
+            f"{model.max_model_len} tokens here", param, "context_length_exceeded")
 
 
-def check_length(num_tokens: int, model: ServedModel) -> None:
+def check_length(num_tokens: int, model: ServedModel, param: str) -> None:
     if num_tokens == 0:
-        raise RequestError("prompt: has no tokens; send at least one", "prompt")
+        raise RequestError(f"{param}: no tokens in it; send at least one", param)
     if num_tokens >= model.max_model_len:
-        raise PromptTooLong(num_tokens, model.max_model_len)
+        raise PromptTooLong(num_tokens, model.max_model_len, param)

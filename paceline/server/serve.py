@@ -92,7 +92,7 @@ class QuietServer(uvicorn.Server):
 
 
 class Service:
-    """The life of one serving process. `run` returns the exit status: 0 drained, 1 told twice to go."""
+    """The life of one serving process. `run` returns the exit status: 0 drained, 1 told twice to go or engine dead."""
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Service:
         self._live: LiveReplies = app.state.live_replies
         self._server = QuietServer(uvicorn.Config(
             app, http=LimitedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            log_level="error",    # a warning for each piece of garbage would let anybody fill the log
             server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS))
         self._num_stops = 0
@@ -146,9 +147,10 @@ class Service:
             self._server.force_exit = self._stop_insisted.is_set()
             await self._first_of(serving, self._stop_insisted.wait())
             self._server.force_exit = True
+            has_died = self._slot.state == "dead"
             await self._slot.stop()
             await serving
-        return 1 if self._stop_insisted.is_set() else 0
+        return 1 if self._stop_insisted.is_set() or has_died else 0
 
     async def _load(self) -> bool:
         """Waits for the engine; False if asked to stop before it is there. A failed load raises."""

@@ -28,6 +28,13 @@ class Server:
         assert values, f"{name} is not on /metrics"
         return sum(map(float, values))
 
+    def until_idle(self) -> None:
+        """Aborts may be on their way; each poll is a round trip of the server's own loop."""
+        for _ in range(200):
+            if self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting") == 0:
+                return
+        raise AssertionError("requests of clients that have left still run")
+
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(60)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import Pipe
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from paceline.clock import WallClock
 from paceline.engine.async_engine import AsyncEngine, ServedModel
 from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
-from paceline.engine.messages import Ready, RequestOutput, Submit
-from paceline.engine.transport import TRANSPORTS
+from paceline.engine.messages import News, Ready, RequestOutput, Submit
+from paceline.engine.transport import TRANSPORTS, ProcessTransport, _PipeInbox, run_loop
 from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong
 from paceline.request import FinishReason, SamplingParams
 from paceline.sched.plan import SchedulerOutput, StepResult
@@ -234,3 +236,37 @@ def test_stopping_tells_open_streams() -> None:
                 pass
 
     with_engine("thread", story)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_does_not_cut_the_engine_from_its_front(number: int) -> None:
+    """A terminal's Ctrl-C and a service manager's SIGTERM reach the child too; the front wants to drain."""
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=150))
+        await anext(stream)
+        transport = engine._transport
+        assert isinstance(transport, ProcessTransport) and transport._process.pid is not None
+        os.kill(transport._process.pid, number)
+        await engine.drain(30)
+        assert [output async for output in stream][-1].finish_reason is FinishReason.LENGTH
+
+    with_engine("process", story)
+
+
+def test_the_death_of_an_engine_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        with pytest.raises(EngineDead):
+            _ = [output async for output in engine.submit(submit("a"))]
+        assert "has died" in caplog.text and "a kernel broke" in caplog.text
+
+    with_engine("thread", story, partial(load, 2))
+
+
+def test_a_front_that_was_killed_ends_the_loop_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    messages, front = Pipe(duplex=False)
+    front.close()
+    news: list[News] = []
+    run_loop(load, _PipeInbox(messages), news.append)
+    assert [type(one) for one in news] == [Ready] and capsys.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
+
+from paceline.errors import ModelError
+from paceline.ops.interface import SourceTensor
+from paceline.ops.numpy_pack import rounded_to_form
+from tests.model import blocks
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -104,6 +110,35 @@ def test_quantised_values_follow_the_stated_formulas(kernels: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", (blocks.weight_blocks, blocks.any_blocks))
+@pytest.mark.parametrize("source_type", sorted(blocks.HALVES))
+def test_packed_values_are_the_references_to_the_bit(
+    kernels: ModuleType, form: str, make: Callable[..., Bytes], source_type: str
+) -> None:
+    raw = make(source_type, 21, 512, seed=3)
+    source, order = SourceTensor("w", 21, 512, source_type, raw), np.random.default_rng(6).permutation(21)
+    try:
+        expected = rounded_to_form(source, form)
+    except ModelError:
+        with pytest.raises(ValueError, match=r"too large|not finite"):
+            kernels.pack(form, 512, [(source_type, raw, None)])
+        return
+    assert np.array_equal(kernels.unpack(kernels.pack(form, 512, [(source_type, raw, order)])), expected[order])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source_type", sorted(blocks.HALVES))
+def test_scales_that_are_not_finite_are_refused(kernels: ModuleType, form: str, source_type: str) -> None:
+    for offset in blocks.HALVES[source_type]:
+        raw = blocks.any_blocks(source_type, 3, 256)
+        raw[1, offset : offset + 2] = np.array([np.nan], np.float16).view(np.uint8)
+        with pytest.raises(ValueError, match=r"^sources\[0\]: a weight is not finite"):
+            kernels.pack(form, 256, [(source_type, raw, None)])
+        with pytest.raises(ModelError, match="not finite"):
+            rounded_to_form(SourceTensor("w", 3, 256, source_type, raw), form)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_sources_stack_along_the_outputs_and_may_be_reordered(kernels: ModuleType, form: str) -> None:
     first, second, third = bell(3, 20, 64), bell(4, 9, 64), bell(5, 7, 64)
     order = np.random.default_rng(6).permutation(20).astype(np.int64)
@@ -171,7 +206,7 @@ def test_what_cannot_be_packed_is_refused_with_its_reason(kernels: ModuleType) -
         (("bf16", 47, [("F32", odd, None)]), "num_inputs: form bf16 needs a multiple of 2"),
         (("int3", 48, [("F32", raw, None)]), "form: int3"),
         (("f32", 48, []), "sources: nothing"),
-        (("f32", 48, [("Q6_K", raw, None)]), "sources\\[0\\]: source type Q6_K"),
+        (("f32", 48, [("IQ4_XS", raw, None)]), "sources\\[0\\]: source type IQ4_XS"),
         (("f32", 32, [("F32", raw, None)]), "sources\\[0\\]: a row of 192 bytes"),
         (("f32", 48, [("Q8_0", raw, None)]), "sources\\[0\\]: a row of 192 bytes"),
         (("f32", 48, [("F32", raw.T, None)]), "sources\\[0\\]: raw must have contiguous rows"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -387,3 +389,22 @@ def test_a_closed_runner_says_so(kernels: ModuleType) -> None:
     runner.close()
     with pytest.raises(ValueError, match="closed"):
         step_of(runner)
+
+
+def test_a_forked_process_is_refused_and_can_leave(kernels: ModuleType) -> None:
+    runner = bind(kernels, "portable", record(kernels, "int8"), num_threads=3)
+    before = step_of(runner)
+    child = os.fork()
+    if child == 0:    # threads do not survive a fork: a step is refused, and freeing the runner waits for nobody
+        signal.alarm(30)
+        status = 1
+        try:
+            with pytest.raises(RuntimeError, match="forked"):
+                step_of(runner)
+            del runner
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (step_of(runner)[0] == before[0]).all()

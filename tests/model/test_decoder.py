@@ -112,8 +112,8 @@ def test_auto_takes_each_sources_own_form() -> None:
     expected = {"F32": "f32", "BF16": "bf16", "F16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}
     assert {source: form_of(source, "auto") for source in expected} == expected
     assert form_of("Q4_1", "f32") == "f32"
-    with pytest.raises(ModelError, match="Q6_K"):
-        form_of("Q6_K", "auto")
+    with pytest.raises(ModelError, match="IQ4_XS"):
+        form_of("IQ4_XS", "auto")
     with pytest.raises(ConfigError, match="fp7"):
         form_of("F32", "fp7")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -24,7 +26,7 @@ from paceline.ops.dequantize import BLOCKS, dequantize
 from paceline.ops.interface import SourceTensor
 from tests.golden.make_tokenizer_goldens import packaged_gguf
 
-from . import tiny
+from . import blocks, tiny
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -57,19 +59,33 @@ def test_gguf_and_directory_hold_the_same_model(gguf_path: Path, hf_path: Path) 
     assert ours.chat_template.sources == theirs.chat_template.sources
 
 
+def test_a_token_that_ends_a_turn_ends_the_text_though_the_file_names_another(tmp_path: Path) -> None:
+    path = tiny.write_gguf(tmp_path / "base.gguf")
+    data = path.read_bytes()
+    at = data.index(b"tokenizer.ggml.eos_token_id") + len(b"tokenizer.ggml.eos_token_id") + 4
+    path.write_bytes(data[:at] + struct.pack("<I", 0) + data[at + 4:])
+    assert open_model(str(path)).eos_token_ids == {0, 2}      # <|endoftext|> by its id, <|im_end|> by its text
+
+
 def test_q_rows_come_back_in_the_checkpoints_order() -> None:
     rows = np.arange(2 * 8, dtype=np.float32)
     assert np.array_equal(tiny.permuted(rows, 2)[unpermuted_rows(2, 8)], rows)
 
 
+@pytest.mark.parametrize("make", (blocks.weight_blocks, blocks.any_blocks))
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_dequantisers_equal_ggufs_to_the_bit(kind: str) -> None:
-    quantized_type = gguf.GGMLQuantizationType[kind]
-    raw = gguf.quants.quantize(np.random.default_rng(7).normal(size=(8, 64)).astype(np.float32), quantized_type)
-    expected = gguf.quants.dequantize(raw, quantized_type)
-    ours = dequantize(SourceTensor("w", 8, 64, kind, raw.view(np.uint8).reshape(8, -1)))
-    assert ours.dtype == np.float32 and ours.shape == (8, 64)
+def test_dequantisers_equal_ggufs_to_the_bit(kind: str, make: Callable[..., np.ndarray]) -> None:
+    if kind not in blocks.HALVES:
+        make = blocks.weight_blocks
+    raw = make(kind, 8, 512, seed=7)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    ours = dequantize(SourceTensor("w", 8, 512, kind, raw))
+    assert ours.dtype == np.float32 and ours.shape == (8, 512)
     assert np.array_equal(ours.view(np.uint32), np.ascontiguousarray(expected, np.float32).view(np.uint32))
+
+
+def test_block_sizes_are_ggufs() -> None:
+    assert {kind: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]) for kind in BLOCKS} == BLOCKS
 
 
 def test_bf16_of_safetensors_comes_out_as_bytes(tmp_path: Path) -> None:
@@ -99,6 +115,50 @@ def test_every_tensor_is_where_ggufs_reader_finds_it(gguf_path: Path) -> None:
         assert np.array_equal(file.tensors[tensor.name].raw, tensor.data.view(np.uint8).reshape(-1))
     for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "llama.block_count"):
         assert list(np.atleast_1d(file.metadata[name])) == list(np.atleast_1d(reference.fields[name].contents()))
+
+
+# ---- split GGUF
+
+@pytest.fixture
+def split_path(tmp_path: Path) -> Path:
+    tiny.write_gguf(tmp_path / "tiny.gguf", split_tensors=8)
+    return tmp_path / "tiny-00001-of-00003.gguf"
+
+
+@pytest.mark.parametrize("number", (1, 3))
+def test_any_part_of_a_split_file_opens_the_whole_model(split_path: Path, gguf_path: Path, number: int) -> None:
+    whole, split = open_model(str(gguf_path)), open_model(str(split_path.with_name(f"tiny-0000{number}-of-00003.gguf")))
+    assert split.spec == whole.spec and list(split.weights) == list(whole.weights)
+    for name in whole.weights:
+        assert np.array_equal(values(split.weights[name]), values(whole.weights[name])), name
+    assert "2 more parts" in split.source and split.model_hash == open_model(str(split_path)).model_hash
+
+
+def test_missing_renamed_and_mixed_up_parts_are_named(split_path: Path) -> None:
+    first, second, third = (split_path.with_name(f"tiny-0000{number}-of-00003.gguf") for number in (1, 2, 3))
+    second.rename(split_path.with_name("kept"))
+    with pytest.raises(ModelError, match=r"part tiny-00002-of-00003\.gguf is missing"):
+        open_model(str(first))
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(ModelError, match=r"tiny-00002.*split\.no=2: the file must be part 1 of 3"):
+        open_model(str(first))
+    data = bytearray(split_path.with_name("kept").read_bytes())
+    second.write_bytes(data[:-40])
+    with pytest.raises(ModelError, match=r"tiny-00002.*past the end of the file"):
+        open_model(str(first))
+    split_path.with_name("kept").rename(second)
+    lone = first.rename(first.with_name("lone.gguf"))
+    with pytest.raises(ModelError, match=r"lone\.gguf: split\.count=3: a part must be named NAME-00001-of-00003"):
+        open_model(str(lone))
+
+
+def test_a_tensor_in_two_parts_is_named(split_path: Path) -> None:
+    second = split_path.with_name("tiny-00002-of-00003.gguf")
+    names = [re.findall(rb"blk\.\d\.\w+\.weight", part.read_bytes()) for part in (split_path, second)]
+    ours, theirs = next((a, b) for a in names[0] for b in names[1] if len(a) == len(b))
+    second.write_bytes(second.read_bytes().replace(theirs, ours))
+    with pytest.raises(ModelError, match=r"tiny-00002.* appears in an earlier part"):
+        open_model(str(split_path))
 
 
 # ---- damaged GGUF
@@ -143,7 +203,7 @@ def test_an_offset_past_the_end_and_an_unknown_type_are_named(gguf_path: Path, t
     entry = data.index(b"output_norm.weight") + len("output_norm.weight")     # dimension count, extent, type, offset
     with pytest.raises(ModelError, match=r"output_norm\.weight: offset 1152921504606846976"):
         read_gguf(damaged(gguf_path, tmp_path, entry + 16, struct.pack("<Q", 1 << 60)))
-    for type_id, name in ((14, "Q6_K"), (4, "number 4"), (999, "number 999")):
+    for type_id, name in ((23, "IQ4_XS"), (4, "number 4"), (999, "number 999")):
         with pytest.raises(ModelError, match=f"{name}.* is not supported; supported: F32"):
             read_gguf(damaged(gguf_path, tmp_path, entry + 12, struct.pack("<I", type_id)))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from tokenizers import processors
 from paceline.errors import ModelError, RequestError
 from paceline.model.fields import Fields
 from paceline.model.loader import open_model
-from paceline.model.tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_gguf
+from paceline.model.tokenizer import Tokenizer, tokenizer_from_directory
+from paceline.model.tokenizer_gguf import tokenizer_from_gguf
 
 from . import tiny
 
@@ -78,7 +81,7 @@ def test_many_threads_get_the_same_ids(smollm2: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("pre", "llama-bpe-9", "tokenizer.ggml.pre='llama-bpe-9': unknown; supported: gpt-2, smollm"),
-    ("pre", None, "tokenizer.ggml.pre is missing"), ("model", "llama", "only 'gpt2'"),
+    ("pre", None, "tokenizer.ggml.pre is missing"), ("model", "t5", "supported: gpt2, llama"),
     ("tokens", [*tiny.TOKENS[:-1], "he"], "1 duplicates"), ("tokens", 5, "array of strings"),
     ("merges", ["he llo"], "merges: "), ("merges", ["hello"], r"merges\[0\] 'hello' is not a pair"),
     ("merges", ["a b c"], "is not a pair"), ("token_type", None, "token_type"),
@@ -154,3 +157,16 @@ def test_a_broken_tokenizer_json_is_named(tmp_path: Path, text: str) -> None:
     (directory / "tokenizer.json").write_text(text)
     with pytest.raises(ModelError, match=r"tokenizer\.json: "):
         tokenizer_from_directory(directory)
+
+
+def test_a_long_text_does_not_stop_the_other_threads(smollm2: Tokenizer) -> None:
+    """B197: the event loop and the engine's thread go on while a worker tokenises."""
+    encoding = threading.Thread(target=smollm2.encode, args=("é😀 " * 100_000,))
+    started = last = time.perf_counter()
+    longest = 0.0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (last - started) / 3

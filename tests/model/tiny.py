@@ -85,9 +85,11 @@ def permuted(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, arrays: Arrays | None = None, quantization: str = "F32", **metadata: Any) -> Path:
-    """The same checkpoint as GGUF; matrices in `quantization`. metadata: extra llama.* integer keys."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(path: Path, arrays: Arrays | None = None, quantization: str = "F32", split_tensors: int = 0,
+               **metadata: Any) -> Path:
+    """The same checkpoint as GGUF; matrices in `quantization`. metadata: extra llama.* integer keys. split_tensors:
+    so many tensors a file."""
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split_tensors)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -13,6 +13,7 @@ from paceline.ops.interface import SourceTensor
 from paceline.ops.machine import usable_cores
 from paceline.ops.numpy_ops import NumpyBackend
 from paceline.ops.numpy_sampler import sample_reference
+from tests.model import blocks
 from tests.runner.helpers import encoded, kv_of, one_row_batch, prompt, random_weights, sampling_rows, tiny_spec
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the extension is not built")
@@ -26,11 +27,11 @@ TOLERANCE = {"f32": 1e-5, "bf16": 0.02, "int8": 0.05, "int4": 0.05}
 @pytest.mark.parametrize("source_type", DEQUANTIZERS)
 def test_packed_values_are_the_references(source_type: str, form: str) -> None:
     rng, cpu, reference = np.random.default_rng(0), CpuBackend(num_threads=1), NumpyBackend()
-    plain = [encoded("w", rng.standard_normal((n, 96)), source_type) for n in (20, 5)]
+    plain = [blocks.source(source_type, num_outputs, 256, seed=num_outputs) for num_outputs in (20, 5)]
     order = rng.permutation(20)
-    sources = [SourceTensor("w", 20, 96, source_type, plain[0].raw, order), plain[1]]
+    sources = [SourceTensor("w", 20, 256, source_type, plain[0].raw, order), plain[1]]
     packed = cpu.pack(sources, form)
-    assert (packed.form, packed.num_outputs, packed.num_inputs) == (form, 25, 96) and packed.num_bytes > 0
+    assert (packed.form, packed.num_outputs, packed.num_inputs) == (form, 25, 256) and packed.num_bytes > 0
     np.testing.assert_array_equal(cpu.unpack(packed), reference.unpack(reference.pack(sources, form)))
 
 
@@ -70,9 +71,9 @@ def test_what_the_kernels_cannot_run_is_refused() -> None:
 def test_an_index_out_of_range_is_a_bug_of_ours() -> None:
     spec, backend = tiny_spec(), CpuBackend(num_threads=1)
     runner = backend.bind(record_decoder(spec, random_weights(spec), backend, "f32", 64), kv_of(spec, num_blocks=4))
-    for tokens, start, blocks in (([160], 0, [0]), ([-1], 0, [0]), ([1], 0, [4]), ([1], 64, [0, 1, 2, 3, 0])):
+    for tokens, start, table in (([160], 0, [0]), ([-1], 0, [0]), ([1], 0, [4]), ([1], 64, [0, 1, 2, 3, 0])):
         with pytest.raises(InvariantError):
-            runner.step(one_row_batch(tokens, start, blocks))
+            runner.step(one_row_batch(tokens, start, table))
 
 
 @pytest.mark.parametrize("path", load_kernels().paths() if load_kernels() else [])

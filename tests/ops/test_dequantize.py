@@ -11,6 +11,7 @@ from paceline.ops.dequantize import DEQUANTIZERS, bf16_bits, dequantize, from_bf
 from paceline.ops.interface import SourceTensor
 from paceline.ops.numpy_ops import NumpyBackend
 from paceline.ops.numpy_pack import rounded_to_form
+from tests.model import blocks
 from tests.runner.helpers import encoded
 
 VALUES = np.random.default_rng(0).standard_normal((12, 96)).astype(np.float32)
@@ -18,9 +19,9 @@ VALUES = np.random.default_rng(0).standard_normal((12, 96)).astype(np.float32)
 
 @pytest.mark.parametrize("source_type", DEQUANTIZERS)
 def test_values_are_the_files_own(source_type: str) -> None:
-    raw = gguf.quants.quantize(VALUES, gguf.GGMLQuantizationType[source_type])
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[source_type])
-    np.testing.assert_array_equal(dequantize(encoded("w", VALUES, source_type)), expected)
+    source = blocks.source(source_type, 12, 256)
+    expected = gguf.quants.dequantize(source.raw, gguf.GGMLQuantizationType[source_type])
+    np.testing.assert_array_equal(dequantize(source), expected)
 
 
 def test_row_order_names_the_source_row_of_each_packed_row() -> None:
@@ -32,18 +33,19 @@ def test_row_order_names_the_source_row_of_each_packed_row() -> None:
 
 def test_unknown_types_and_wrong_sizes_are_named() -> None:
     good = encoded("blk.0.w", VALUES, "Q8_0")
-    with pytest.raises(ModelError, match=r"blk\.0\.w.*Q6_K.*known"):
-        dequantize(SourceTensor("blk.0.w", 12, 96, "Q6_K", good.raw))
+    with pytest.raises(ModelError, match=r"blk\.0\.w.*IQ4_XS.*known"):
+        dequantize(SourceTensor("blk.0.w", 12, 96, "IQ4_XS", good.raw))
     with pytest.raises(ModelError, match=r"blk\.0\.w"):
         dequantize(SourceTensor("blk.0.w", 12, 128, "Q8_0", good.raw))
 
 
 @pytest.mark.parametrize(("source_type", "form"), [
     ("F32", "f32"), ("F16", "f32"), ("BF16", "f32"), ("Q4_1", "f32"), ("BF16", "bf16"), ("Q8_0", "int8"),
-    ("Q4_0", "int4"), ("Q4_1", "int4"),
+    ("Q4_0", "int4"), ("Q4_1", "int4"), ("Q5_0", "int8"), ("IQ4_NL", "int8"), ("MXFP4", "int8"), ("MXFP4", "bf16"),
+    ("Q6_K", "f32"),
 ])
 def test_a_form_that_can_hold_the_source_loses_nothing(source_type: str, form: str) -> None:
-    source, backend = encoded("w", VALUES, source_type), NumpyBackend()
+    source, backend = blocks.source(source_type, 12, 256), NumpyBackend()
     np.testing.assert_array_equal(backend.unpack(backend.pack([source], form)), dequantize(source))
 
 

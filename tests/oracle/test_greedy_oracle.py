@@ -33,7 +33,7 @@ def test_greedy_tokens_equal_transformers(ours, prompt) -> None:
 def test_a_hugging_face_directory_of_the_same_weights_gives_the_same_tokens(ours, tmp_path) -> None:
     from tests.oracle import transformers_model
 
-    transformers_model.model().save_pretrained(tmp_path)
+    transformers_model.save_directory(tmp_path)
     open_model("smollm2").tokenizer.inner.save(str(tmp_path / "tokenizer.json"))
     with LLM(str(tmp_path), dtype="f32", kv_dtype="f32", max_model_len=512) as llm:
         done = llm.generate(PROMPTS[:6], max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, show_progress=False)

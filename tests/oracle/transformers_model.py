@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 
@@ -22,6 +24,15 @@ def model() -> Any:
     path = gguf_path()
     torch.set_num_threads(2)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def save_directory(directory: Path) -> None:
+    """config.json and model.safetensors as a checkpoint that was never a GGUF; transformers refuses to write those."""
+    config = model().config.to_dict() | {"dtype": "float32", "architectures": [type(model()).__name__]}
+    config.pop("quantization_config", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.contiguous() for name, tensor in model().state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @torch.no_grad()

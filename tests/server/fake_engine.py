@@ -31,6 +31,7 @@ class FakeModel:
     vocab_size: int = 300
     eos_token_ids: frozenset[int] = frozenset({END_TOKEN_ID})
     fingerprint: str = "fake-f32"
+    reads_priority: bool = True
 
 
 Script = Callable[[Submit, int, int], int]
@@ -145,7 +146,8 @@ class FakeEngine:
         self._listeners.append(on_outputs)
 
     async def drain(self, grace_seconds: float) -> None:
-        self.state = "draining"
+        if self.state == "ready":
+            self.state = "draining"
         self._changed.set()
         try:
             async with asyncio.timeout(grace_seconds):

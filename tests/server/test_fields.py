@@ -12,6 +12,7 @@ from paceline.errors import RequestError, Unsupported
 from paceline.server import fields
 
 from .conftest import MODEL, RunningServer, StartServer
+from .fake_engine import FakeModel
 
 BAD_VALUES: list[tuple[str, Any, str]] = [
     ("temperature", -0.1, "at least 0"), ("temperature", 2.1, "at most 2"), ("temperature", 999999, "at most 2"),
@@ -63,6 +64,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("response_format", "text"), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("grammar", "root"),
     ("bad_words", ["x"]), ("best_of", 2), ("use_beam_search", True), ("skip_special_tokens", False),
+    ("token_ids_logprob", [-1]), ("stop_regex", "a"), ("n_probs", 5), ("lora_path", "x"), ("dry_multiplier", 0.8),
     ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 5), ("store", True), ("service_tier", "flex"),
 ]
 UNSUPPORTED_CHAT: list[tuple[str, Any]] = [
@@ -107,6 +109,14 @@ def test_and_in_a_chat(server: RunningServer, name: str, value: Any) -> None:
 def test_best_of_may_repeat_n_but_not_undercut_it(server: RunningServer) -> None:
     assert server.completion(n=2, best_of=2).status_code == 200
     assert server.completion(n=2, best_of=1).json()["error"]["param"] == "best_of"
+
+
+def test_a_priority_that_nobody_looks_at_is_refused(start_server: StartServer) -> None:
+    assert start_server().completion(priority=3).status_code == 200
+    server = start_server(FakeModel(reads_priority=False))
+    error = server.completion(priority=3).json()["error"]
+    assert (error["param"], error["code"]) == ("priority", "unsupported_parameter") and "--ordering" in error["message"]
+    assert server.completion(priority=0).status_code == server.chat(priority=None).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

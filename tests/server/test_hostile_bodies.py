@@ -241,3 +241,10 @@ def test_expecting_clients_are_told_before_they_send(server: RunningServer) -> N
         read_until(connection, b"100 Continue\r\n\r\n")
         connection.sendall(body)
         assert read_answer(connection)[0] == 200
+
+
+def test_garbage_does_not_fill_the_log(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    assert exchange(server.port, b"\x16\x03\x01\r\n\r\n")[0] == 400
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket"}
+    assert exchange(server.port, head("/health", upgrade, "GET"))[0] == 200
+    assert caplog.text == ""

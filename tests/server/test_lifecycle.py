@@ -76,6 +76,9 @@ def test_a_dead_engine_tells_everybody(start_server: StartServer, stream: bool) 
     response = server.completion()
     assert response.status_code == 503 and response.json()["error"]["code"] == "engine_dead"
     assert "retry-after" not in response.headers
+    server.loop.call_soon_threadsafe(server.service.ask_to_stop)
+    server.join()
+    assert server.exit_status == 1    # whoever started the server should learn that it failed
 
 
 def test_an_engine_that_dies_between_check_and_submit(server: RunningServer) -> None:

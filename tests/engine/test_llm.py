@@ -1,0 +1,110 @@
+"""The engine as a library: what a caller may hand in, what is refused, and what an interrupted call leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.clock import WallClock
+from paceline.engine.async_engine import ServedModel
+from paceline.engine.core import EngineCore
+from paceline.engine.events import EngineEvents
+from paceline.engine.llm import LLM
+from paceline.errors import RequestError
+from paceline.model.dummy import dummy_tokenizer
+from paceline.sched.plan import SchedulerOutput, StepResult
+from tests.fakes import VOCAB_SIZE, Setup, ShadowExecutor, Stage
+
+
+class Interrupted(ShadowExecutor):
+    """In the given step, someone presses Ctrl-C while the model runs."""
+
+    def __init__(self, setup: Setup, step_id: int | None) -> None:
+        super().__init__(setup.num_blocks, setup.block_size)
+        self.step_id = step_id
+
+    def collect(self, ticket: SchedulerOutput) -> StepResult:
+        if ticket.step_id == self.step_id:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().collect(ticket)
+
+
+def make_llm(setup: Setup | None = None, interrupted_in: int | None = None, **facts: Any) -> LLM:
+    setup = setup or Setup()
+    executor = Interrupted(setup, interrupted_in)
+    core = EngineCore(Stage(setup).scheduler, executor, WallClock(), EngineEvents(lambda listener, error: None))
+    model = ServedModel(tokenizer=dummy_tokenizer(300), chat_template=None, max_model_len=setup.max_model_len,
+                        eos_token_ids=frozenset(), fingerprint="shadow", vocab_size=VOCAB_SIZE, **facts)
+    return LLM(core, model, WallClock(), lambda: 7, lambda: None)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    yield make_llm()
+
+
+def generate(llm: LLM, prompts: Any = ([1, 2, 3],), **more: Any) -> Any:
+    return llm.generate(list(prompts), show_progress=False, **{"ignore_eos": True, **more})
+
+
+def test_an_interrupted_call_leaves_the_engine_whole() -> None:
+    llm = make_llm(interrupted_in=5)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [[1, 2, 3], [4, 5]], n=2, max_tokens=50)
+    llm.core.scheduler.check()
+    stats = llm.core.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+    assert generate(llm)[0].token_ids == generate(make_llm())[0].token_ids
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_token_that_stops_is_counted_and_not_shown(llm: LLM) -> None:
+    free = generate(llm, max_tokens=8)[0]
+    stopper = free.token_ids[4]
+    stopped = generate(llm, max_tokens=8, stop_token_ids=[stopper])[0]
+    where = free.token_ids.index(stopper) + 1
+    assert stopped.token_ids == free.token_ids[:where] and stopped.finish_reason == "stop"
+    assert stopped.text == llm.model.tokenizer.decode(free.token_ids[: where - 1])
+
+
+def test_numbers_may_come_from_numpy(llm: LLM) -> None:
+    plain = generate(llm, max_tokens=4, seed=3, temperature=0.5)
+    fancy = generate(llm, [np.array([1, 2, 3])], max_tokens=np.int32(4), seed=np.int64(3), temperature=np.float32(0.5))
+    assert plain == fancy
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("max_tokens", "5"), ("max_tokens", 2.5), ("top_k", 1.5), ("seed", 1.0), ("temperature", "hot"), ("top_p", []),
+    ("stop", [5]), ("stop", 5), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("stop_token_ids", [VOCAB_SIZE]),
+    ("max_tokens", 0), ("temperature", float("nan")), ("stop", [""]), ("seed", 1 << 63),
+])
+def test_a_value_of_the_wrong_kind_is_refused_by_name_before_anything_runs(llm: LLM, name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=name) as refused:
+        generate(llm, **{name: value})
+    assert refused.value.param == name
+    assert not llm.core.has_work()
+
+
+@pytest.mark.parametrize("prompt", [[], [1.5], ["a"], [VOCAB_SIZE], [-1], 5, None])
+def test_so_is_a_prompt(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match=r"prompts\[1\]"):
+        generate(llm, [[1], prompt])
+    assert not llm.core.has_work()
+
+
+def test_priorities_decide_who_is_first_and_are_refused_where_nobody_looks() -> None:
+    one_at_a_time = Setup(max_num_seqs=1, ordering="priority")
+    llm = make_llm(one_at_a_time, reads_priority=True)
+    generate(llm, [[1], [2], [3]], priorities=[3, 1, 2], max_tokens=1)
+    executor = llm.core.executor
+    assert isinstance(executor, ShadowExecutor)
+    assert [row.token_ids for plan in executor.steps for row in plan.rows] == [(2,), (3,), (1,)]
+    with pytest.raises(RequestError, match="2 for 1"):
+        generate(llm, [[1]], priorities=[1, 2])
+    with pytest.raises(RequestError, match="ordering"):
+        generate(make_llm(reads_priority=False), [[1]], priorities=[1])

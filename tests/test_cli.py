@@ -1,0 +1,272 @@
+"""The command line as its users meet it: exit status 0, 1 or 2, results on standard output, one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import build
+from paceline.cli import _parser, main
+from paceline.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+
+MODEL = "smollm2"
+SMALL = ("--num-kv-blocks", "8")
+COMMAND = (sys.executable, "-m", "paceline.cli")
+
+
+def run(*argv: str, capsys: Any) -> tuple[int, str, str]:
+    """Status, standard output, standard error."""
+    try:
+        status = main(argv)
+    except SystemExit as end:    # argparse ends so
+        status = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_load() -> Any:
+    """Packing the weights takes most of a command's time; nothing here depends on doing it anew."""
+    loaded: dict[ModelConfig, build.LoadedModel] = {}
+    load_model = build.load_model
+    patch = pytest.MonkeyPatch()
+    patch.setattr(build, "load_model",
+                  lambda config: loaded.get(config) or loaded.setdefault(config, load_model(config)))
+    yield
+    patch.undo()
+
+
+# ---- mistakes
+
+MISTAKES = [
+    ((), "COMMAND"),
+    (("frobnicate",), "frobnicate"),
+    (("info",), "MODEL"),
+    (("generate", MODEL), "prompt"),
+    (("info", MODEL, "--frob"), "--frob"),
+    (("info", MODEL, "--max-num-s", "3"), "--max-num-s"),             # no half-written flags
+    (("info", MODEL, "--num-kv-blocks", "many"), "--num-kv-blocks"),
+    (("info", MODEL, "--num-kv-blocks", "0"), "num_kv_blocks must be at least 1, got 0"),
+    (("info", MODEL, "--kv-memory-bytes", "10"), "holds no block"),
+    (("info", MODEL, "--watermark", "nan"), "watermark"),
+    (("info", MODEL, "--block-size", "17"), "[16, 32, 64]"),
+    (("info", MODEL, "--dtype", "fp3"), "'f32'"),
+    (("info", MODEL, "--kv-dtype", "fp3"), "'bf16'"),
+    (("info", MODEL, "--isa", "mmx"), "'avx2'"),
+    (("info", MODEL, "--preset", "orca"), "'vllm'"),
+    (("info", MODEL, "--max-model-len", "9000"), "8192"),
+    (("info", MODEL, "--regime", "x"), "'continuous'"),
+    (("info", MODEL, "--ordering", "x"), "'priority'"),
+    (("info", MODEL, "--admission", "x"), "'watermark'"),
+    (("info", MODEL, "--preemption", "x"), "'recompute'"),
+    (("info", MODEL, "--victim", "x"), "'lowest_priority'"),
+    (("info", MODEL, "--chunking", "x"), "'fixed'"),
+    (("info", MODEL, "--prefix-cache", "x"), "'none'"),
+    (("info", "nosuch"), "nosuch"),
+    (("info", ""), "no such file"),
+    (("info", "dummy:gpt-5"), "dummy:smollm2-135m"),
+    (("generate", MODEL, "hi", "--max-tokens", "0"), "max_tokens"),
+    (("generate", MODEL, "hi", "--temperature", "nan"), "temperature"),
+    (("generate", MODEL, "hi", "--top-k", "0"), "top_k"),
+    (("generate", MODEL, "hi", "--top-p", "1.5"), "top_p"),
+    (("generate", MODEL, "hi", "--seed", str(1 << 63)), "seed"),
+    (("generate", MODEL, ""), "prompt"),
+    (("generate", MODEL, "word " * 200, *SMALL), "128"),
+    (("generate", MODEL, "hi", "--num-kv-blocks", "999999999"), "blocks fit"),
+    (("serve", MODEL, "--port", "70000"), "65535"),
+    (("serve", MODEL, "--transport", "pigeon"), "'process'"),
+    (("serve", MODEL, "--api-key", ""), "api_key"),
+    (("serve", MODEL, "--served-model-name", ","), "served_model_name"),
+    (("serve", MODEL, "--host", "192.0.2.1"), "192.0.2.1"),
+    (("serve", MODEL, "--prefix-cache", "x"), "'none'"),
+    (("serve", "nosuch"), "nosuch"),
+]
+
+
+@pytest.mark.parametrize(("argv", "said"), MISTAKES, ids=[" ".join(argv)[:50] or "nothing" for argv, _ in MISTAKES])
+def test_a_mistake_is_told_in_one_line_with_exit_status_2(argv: tuple[str, ...], said: str, capsys) -> None:
+    status, out, err = run(*argv, capsys=capsys)
+    lines = [line for line in err.splitlines() if not line.startswith("paceline: the pool of")]
+    assert (status, out, len(lines)) == (2, "", 1), err
+    assert said in lines[0] and lines[0].startswith("paceline")
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("empty", None, "config.json"), ("broken/config.json", b"{", "not valid JSON"),
+    ("text.gguf", b"hello world", "magic"), ("nothing.gguf", b"", "empty"),
+    ("cut.gguf", b"GGUF\x03\0\0\0", "cut.gguf")])
+def test_a_path_that_is_no_model(tmp_path: Path, name: str, content: bytes | None, said: str, capsys) -> None:
+    path = tmp_path / name
+    if content is None:
+        path.mkdir()
+    else:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    model = path if content is None or path.suffix == ".gguf" else path.parent
+    status, out, err = run("info", str(model), capsys=capsys)
+    assert (status, out, err.count("\n")) == (2, "", 1) and said in err
+
+
+def test_a_port_in_use(capsys) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, _, err = run("serve", MODEL, "--port", str(port), capsys=capsys)
+    assert status == 2 and err == f"paceline: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+# ---- results
+
+def test_generate_prints_the_text_alone(capsys) -> None:
+    assert run("generate", MODEL, "What is the capital of France? Answer in one sentence.", "--chat", *SMALL,
+               "--block-size", "64", capsys=capsys)[:2] == (0, "The capital of France is Paris.\n")
+
+
+def test_generate_json_is_one_object_and_repeats_with_its_seed(capsys) -> None:
+    argv = ("generate", MODEL, "The sea", "--max-tokens", "6", "--temperature", "1", "--json", "--num-kv-blocks", "512")
+    status, out, err = run(*argv, capsys=capsys)
+    first = json.loads(out)
+    assert (status, err, out.count("\n")) == (0, "", 1) and len(first["token_ids"]) <= 6
+    assert json.loads(run(*argv, "--seed", str(first["seed"]), capsys=capsys)[1])["token_ids"] == first["token_ids"]
+
+
+def test_a_seed_that_was_drawn_is_reported(capsys) -> None:
+    argv = ("generate", MODEL, "The sea", "--max-tokens", "6", "--temperature", "1", "--num-kv-blocks", "512")
+    _, text, err = run(*argv, capsys=capsys)
+    reported = err.removeprefix("paceline: seed ").strip()
+    assert run(*argv, "--seed", reported, capsys=capsys)[1:] == (text, "")
+
+
+def test_the_sampling_flags_change_the_draw(capsys) -> None:
+    base = ("generate", MODEL, "The sea", "--max-tokens", "8", "--num-kv-blocks", "512")
+    drawn = (*base, "--temperature", "2", "--seed", "1")
+    greedy = run(*base, capsys=capsys)[1]
+    assert run(*drawn, capsys=capsys)[1] != greedy != run(*base, "--chat", capsys=capsys)[1]
+    assert run(*drawn, "--top-k", "1", capsys=capsys)[1] == run(*drawn, "--top-p", "1e-6", capsys=capsys)[1] == greedy
+    assert run(*drawn, "--seed", "2", capsys=capsys)[1] != run(*drawn, capsys=capsys)[1]
+
+
+def test_a_pool_smaller_than_the_context_says_so_and_runs(capsys) -> None:
+    status, out, err = run("generate", MODEL, "The sea", "--max-tokens", "500", *SMALL, "--json", capsys=capsys)
+    assert status == 0 and "limited to 128 tokens" in err
+    answer = json.loads(out)
+    assert answer["num_prompt_tokens"] + len(answer["token_ids"]) <= 128
+
+
+# ---- info, and what the knobs do
+
+def info(*flags: str, capsys: Any) -> dict[str, dict[str, Any]]:
+    status, out, err = run("info", MODEL, "--json", *flags, capsys=capsys)
+    assert status == 0 and out.count("\n") == 1, err
+    facts: dict[str, dict[str, Any]] = json.loads(out)
+    return facts
+
+
+def test_info_for_people_names_what_json_has(capsys) -> None:
+    facts = info(capsys=capsys)
+    status, text, _ = run("info", MODEL, capsys=capsys)
+    assert status == 0
+    for title, section in facts.items():
+        assert title in text
+        for name in section:
+            assert name.replace("_", " ") in text
+    assert facts["memory"]["kv_pool_bytes"] == facts["memory"]["kv_blocks"] * 16 * facts["memory"]["kv_per_token_bytes"]
+
+
+def test_info_says_whether_the_pool_fits_the_memory(capsys) -> None:
+    assert info(capsys=capsys)["memory"]["pool_fits_memory"] is True
+    memory = info("--num-kv-blocks", "999999999", capsys=capsys)["memory"]
+    assert memory["pool_fits_memory"] is False and memory["largest_pool_blocks"] < 999999999
+
+
+EFFECTS = [    # flag, value, and where info shows it
+    ("--dtype", "bf16", "memory.bf16_weights_bytes"),
+    ("--kv-dtype", "f32", "memory.kv_per_token_bytes"),
+    ("--max-model-len", "100", "memory.longest_request_tokens"),
+    ("--num-threads", "3", "processor.threads"),
+    ("--isa", "portable", "processor.path"),
+    ("--block-size", "64", "memory.kv_block_tokens"),
+    ("--num-kv-blocks", "9", "memory.kv_blocks"),
+    ("--kv-memory-bytes", "10000000", "memory.kv_blocks"),
+    ("--prefix-cache", "none", "schedule.prefix_cache"),
+    ("--max-num-seqs", "3", "schedule.max_num_seqs"),
+    ("--max-num-batched-tokens", "31", "schedule.max_num_batched_tokens"),
+    ("--watermark", "0.2", "schedule.watermark"),
+    ("--ordering", "priority", "schedule.ordering"),
+    ("--victim", "lowest_priority", "schedule.victim"),
+    ("--preset", "vllm", "schedule.max_num_seqs"),
+]
+
+
+@pytest.mark.parametrize(("flag", "value", "place"), EFFECTS)
+def test_a_flag_changes_what_info_tells(flag: str, value: str, place: str, capsys) -> None:
+    section, name = place.split(".")
+    assert info(flag, value, capsys=capsys)[section].get(name) != info(capsys=capsys)[section].get(name)
+
+
+TESTED_WITH_A_HUB = {"revision"}    # tests/model/test_hub.py
+ONE_CHOICE_SO_FAR = {"regime", "admission", "preemption", "chunking"}    # tables of one entry; more come
+
+
+def test_every_engine_knob_has_an_effect_that_is_tested() -> None:
+    knobs = {declared.name for group in (ModelConfig, CacheConfig, SchedulerConfig) for declared in fields(group)
+             if declared.metadata["flag"]}
+    tested = {flag[2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_WITH_A_HUB
+    assert knobs == tested | ONE_CHOICE_SO_FAR
+
+
+def test_help_names_every_policy_there_is(capsys) -> None:
+    tables = {"regime": build.REGIMES, "ordering": build.ORDERINGS, "admission": build.ADMISSIONS,
+              "preemption": build.PREEMPTIONS, "victim": build.VICTIM_RULES, "chunking": build.CHUNKINGS}
+    for declared in fields(SchedulerConfig):
+        for name in tables.get(declared.name, ()):
+            assert name in declared.metadata["help"], f"--{declared.name} does not say that {name} exists"
+    assert {name for name, table in tables.items() if len(table) == 1} == ONE_CHOICE_SO_FAR
+    for command in ("serve", "generate", "info"):
+        status, out, _ = run(command, "--help", capsys=capsys)
+        assert status == 0 and "--preset" in out
+    assert {"serve", "generate", "info"} == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
+
+
+def test_the_servers_knobs_are_its_own(capsys) -> None:
+    for declared in fields(ServerConfig):
+        flag = "--" + declared.name.replace("_", "-")
+        assert run("info", MODEL, flag, "1", capsys=capsys)[0] == 2, f"{flag} means nothing to info"
+
+
+# ---- as processes
+
+def test_a_reader_that_has_gone_is_one_line_and_status_1() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    ended = subprocess.run([*COMMAND, "info", MODEL], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (1, "paceline: the result cannot be written: Broken pipe\n")
+
+
+def test_ctrl_c_ends_generate_without_a_traceback() -> None:
+    argv = [*COMMAND, "generate", MODEL, "Once upon a time", "--max-tokens", "8000", "--num-threads", "12"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while len(os.listdir(f"/proc/{process.pid}/task")) < 12:    # until the kernels' threads are there
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+
+
+def test_a_pool_too_large_ends_serve_with_one_line_and_status_2() -> None:
+    for transport in ("thread", "process"):
+        argv = [*COMMAND, "serve", MODEL, "--port", "0", "--num-kv-blocks", "999999999", "--transport", transport]
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        listening, refusal = ended.stderr.splitlines()
+        assert ended.returncode == 2 and listening.startswith("paceline: listening") and "blocks fit" in refusal
