@@ -10,6 +10,7 @@
 #include <map>
 #include <thread>
 
+#include "bind_arrays.h"
 #include "cpu_features.h"
 #include "pack.h"
 
@@ -18,18 +19,6 @@ using namespace nb::literals;
 
 namespace paceline {
 namespace {
-
-template <class T, int N> using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T> using Out = nb::ndarray<nb::numpy, T>;
-
-[[noreturn]] void refuse(const std::string& message) { throw nb::value_error(message.c_str()); }
-
-template <class T> Out<T> make_array(std::initializer_list<size_t> shape) {
-  size_t count = 1;
-  for (size_t n : shape) count *= n;
-  T* const data = new T[count > 0 ? count : 1];
-  return Out<T>(data, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<T*>(p); }));
-}
 
 // nanobind's own complaint about a wrong array is a TypeError that lists signatures; callers want the argument's name.
 template <class T, int N> In<T, N> array_argument(const char* name, const char* meaning, nb::handle given) {

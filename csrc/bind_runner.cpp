@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 
+#include "bind_arrays.h"
 #include "cpu_features.h"
 #include "runner.h"
 
@@ -16,11 +17,6 @@ using namespace nb::literals;
 
 namespace paceline {
 namespace {
-
-template <class T, int N> using In = nb::ndarray<const T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-template <class T> using Out = nb::ndarray<nb::numpy, T>;
-
-[[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument(why); }
 
 template <class T> constexpr const char* type_name();
 template <> constexpr const char* type_name<float>() { return "float32"; }
@@ -43,13 +39,6 @@ template <class T> In<T, 1> vector_of(const char* name, nb::handle given, size_t
     refuse(std::string(name) + ": has " + std::to_string(array.shape(0)) + " entries, needs " + std::to_string(size));
   }
   return array;
-}
-
-template <class T> Out<T> make_array(std::initializer_list<size_t> shape) {
-  size_t count = 1;
-  for (size_t n : shape) count *= n;
-  T* const data = new T[count > 0 ? count : 1];
-  return Out<T>(data, shape, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<T*>(p); }));
 }
 
 // --- the program ---
