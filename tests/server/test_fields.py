@@ -63,7 +63,8 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("repetition_penalty", 0), ("presence_penalty", False), ("min_p", 0.1), ("min_tokens", 5), ("typical_p", 0.5),
     ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("response_format", "text"), ("structured_outputs", {"regex": "a"}), ("guided_json", {}), ("grammar", "root"),
-    ("bad_words", ["x"]), ("best_of", 2), ("use_beam_search", True), ("skip_special_tokens", False),
+    ("bad_words", ["x"]), ("bad_words", [""]), ("top_logprobs", 10**9), ("prompt_logprobs", -1), ("best_of", 2),
+    ("use_beam_search", True), ("skip_special_tokens", False), ("token_ids_logprob", [10**9]),
     ("token_ids_logprob", [-1]), ("stop_regex", "a"), ("n_probs", 5), ("lora_path", "x"), ("dry_multiplier", 0.8),
     ("include_stop_str_in_output", True), ("truncate_prompt_tokens", 5), ("store", True), ("service_tier", "flex"),
 ]
