@@ -34,8 +34,8 @@ END_OF_TURN_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as opened. weights are canonical (spec.py) and lazy; model_hash names their content for caches on disk:
-    it covers headers, sizes and modification times, not the weights' bytes."""
+    """A model as opened. weights are canonical (spec.py) and lazy; model_hash names their content, in fingerprints too:
+    it covers headers, sizes and samples of the bytes, so that a copy of a file is the same model."""
 
     spec: ModelSpec
     weights: Weights
@@ -193,9 +193,19 @@ def _directory_hash(directory: Path, files: SafetensorsFiles) -> str:
     return _hash([files.header_sha256, *stamps, *texts])
 
 
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
 def _stamp(path: Path) -> tuple[str, str]:
-    status = path.stat()
-    return str(status.st_size), str(status.st_mtime_ns)
+    """Size, and a hash of samples spread over the file: a copy of a file is the same model, whenever it was made, and
+    reading all of it would cost more than the rest of the start."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for index in range(NUM_SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * index // (NUM_SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return str(size), digest.hexdigest()
 
 
 def _hash(parts: Iterable[str]) -> str:

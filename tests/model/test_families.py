@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,17 @@ def test_the_packaged_model_opens_without_its_package_being_imported() -> None:
     kinds = {weight.source_type for weight in files.weights.values() if isinstance(weight, SourceTensor)}
     assert {AUTO_FORMS[kind] for kind in kinds} == {"int4", "int8"}
     assert files.model_hash == open_model("smollm2").model_hash
+
+
+def test_a_copy_is_the_same_model_and_other_weights_are_another(tmp_path: Path) -> None:
+    """The hash stands in system_fingerprint: it must not depend on where and when a file was written."""
+    written = tiny.write_gguf(tmp_path / "first.gguf")
+    copy = tmp_path / "elsewhere.gguf"
+    copy.write_bytes(written.read_bytes())
+    os.utime(copy, (1, 1))
+    assert open_model(str(copy)).model_hash == open_model(str(written)).model_hash
+    other = tiny.write_gguf(tmp_path / "other.gguf", tiny.hf_arrays(seed=1))
+    assert open_model(str(other)).model_hash != open_model(str(written)).model_hash
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-7b", "llama-3.1-8b"])
