@@ -159,8 +159,8 @@ def test_a_broken_tokenizer_json_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_a_long_text_does_not_stop_the_other_threads(smollm2: Tokenizer) -> None:
-    """B197: the event loop and the engine's thread go on while a worker tokenises. What they do here takes several turns
-    at the interpreter's lock, so they cannot have done it unless the lock was let go meanwhile."""
+    """B197: the event loop and the engine's thread go on while a worker tokenises. What the other does here takes
+    several turns at the interpreter's lock, so it cannot be done unless the lock was let go meanwhile."""
     begun, worked = threading.Event(), threading.Event()
 
     def work() -> None:
