@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from . import __version__
@@ -20,9 +21,10 @@ from .engine.detokenizer import StopFinder
 from .engine.events import EngineEvents, Listener
 from .engine.messages import Ready, RequestOutput
 from .engine.transport import TRANSPORTS
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
+from .model.chat_template import ChatTemplate, template_from_file
 from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
 from .model.loader import ModelFiles, open_model
 from .model.rope import rope_choice
@@ -181,10 +183,21 @@ def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: Schedul
                  fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
 
 
-def served_model(name: str, ready: Ready, revision: str | None = None) -> ServedModel:
-    files = opened(name, revision)
+def chat_template(config: ModelConfig) -> ChatTemplate | None:
+    """The model's own, or what --chat-template names instead of it."""
+    files = opened(config.model, config.revision)
+    if config.chat_template is None:
+        return files.chat_template
+    try:
+        return template_from_file(Path(config.chat_template), files.tokenizer.special_tokens)
+    except ModelError as error:
+        raise ConfigError(f"--chat-template {error}") from error
+
+
+def served_model(config: ModelConfig, ready: Ready) -> ServedModel:
+    files = opened(config.model, config.revision)
     return ServedModel(
-        tokenizer=files.tokenizer, chat_template=files.chat_template, max_model_len=ready.max_model_len,
+        tokenizer=files.tokenizer, chat_template=chat_template(config), max_model_len=ready.max_model_len,
         eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint, reads_priority=ready.reads_priority,
         vocab_size=min(files.spec.vocab_size, files.tokenizer.vocab_size))
 
@@ -201,13 +214,14 @@ def draw_seed() -> int:
 
 
 def build_llm(config: EngineConfig) -> llm_module.LLM:
-    return llm_around(load_engine(config), config.model.model, config.model.revision)
+    chat_template(config.model)    # a mistake in it is told before the weights are packed
+    return llm_around(load_engine(config), config.model)
 
 
-def llm_around(engine: Engine, model_name: str, revision: str | None = None) -> llm_module.LLM:
+def llm_around(engine: Engine, config: ModelConfig) -> llm_module.LLM:
     for text in engine.ready.notices:
         notice(text)
-    served = served_model(model_name, engine.ready, revision)
+    served = served_model(config, engine.ready)
     return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
@@ -218,8 +232,7 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
     transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
-    return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
-                       server.max_queue)
+    return AsyncEngine(transport, partial(served_model, config.model), server.max_queue)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
@@ -227,7 +240,7 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
 
     check_names(config)
-    opened(config.model.model, config.model.revision)
+    chat_template(config.model)
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)
@@ -249,6 +262,7 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
     check_names(config)
+    template = chat_template(config.model)
     loaded = load_model(config.model)
     spec, kv = loaded.files.spec, kv_spec(loaded.files.spec, config.cache, config.model.kv_dtype)
     num_tokens = kv.num_blocks * kv.block_size
@@ -259,6 +273,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
+            "chat_template": config.model.chat_template or ("none" if template is None else "the model's own"),
             "system_fingerprint": loaded.fingerprint,
         },
         "memory": {
