@@ -31,10 +31,11 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 class Tokenizer:
     """special_tokens maps names (bos_token, eos_token, unk_token, pad_token) to their text, where the model has them.
 
+    prefix is put before every text that is not empty and does not begin with an added token.
     vocab_size counts ids up to the highest one; the embedding may have more rows (padding).
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str], prefix: str = "") -> None:
         inner.no_truncation()       # a tokenizer.json may carry the settings of its training run
         inner.no_padding()
         self.inner = inner
@@ -42,6 +43,8 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
+        self._prefix = prefix
+        self._added_texts = tuple(self.added_ids)
         self.vocab_size = max([inner.get_vocab_size(), *(token_id + 1 for token_id in added)])
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
@@ -58,6 +61,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. add_special_tokens adds what the model wants around a text (a BOS); text that spells a special
         token becomes that token either way. RequestError when the text holds a lone surrogate."""
+        if self._prefix and text and not text.startswith(self._added_texts):
+            text = self._prefix + text
         try:
             # The batch form lets go of the GIL, which the engine's thread and the event loop wait for; _fast leaves out
             # the offsets, which nobody reads.
@@ -132,8 +137,8 @@ def _refuse_surrogates(text: str) -> None:
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
     """From tokenizer.json, with the tokens that tokenizer_config.json, special_tokens_map.json and added_tokens.json
-    add to it. Whether a text gets a BOS is what tokenizer.json's post-processor says, as in transformers 5; a flag
-    add_bos_token that says otherwise is logged."""
+    add to it. Whether a text gets a BOS and an EOS is what tokenizer.json's post-processor says, as in transformers 5;
+    a flag add_bos_token or add_eos_token that says otherwise is logged."""
     inner = _load_tokenizer_json(directory / "tokenizer.json")
     config = _optional_fields(directory / "tokenizer_config.json")
     special_map = _optional_fields(directory / "special_tokens_map.json")
@@ -145,10 +150,12 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
             special_tokens[name] = text
     _mark_special(inner, special_tokens.values())
     tokenizer = Tokenizer(inner, special_tokens)
-    adds_bos = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
-    if config.flag("add_bos_token", adds_bos) != adds_bos:
-        logger.warning("%s: add_bos_token is overruled by tokenizer.json, which %s a BOS", config.where,
-                       "adds" if adds_bos else "does not add")
+    around = tokenizer.encode("")
+    for flag, adds in (("add_bos_token", around[:1] == [tokenizer.bos_token_id]),
+                       ("add_eos_token", around[-1:] == [tokenizer.eos_token_id])):
+        if config.flag(flag, adds) != adds:
+            logger.warning("%s: %s is overruled by tokenizer.json, which %s it", config.where, flag,
+                           "adds" if adds else "does not add")
     return tokenizer
 
 
