@@ -2,7 +2,7 @@
 
 The aim is the ids that transformers gives for the same model, so each kind is put together as that model's published
 tokenizer.json has it. A pre-tokenizer that is not in the table is refused: a wrong one gives other ids without a word.
-Where a SentencePiece model puts its prefix space, the file does not say; docs/formats.md tells the rule and who differs.
+Where a SentencePiece model puts its prefix space, no file says; docs/formats.md tells the rule and who differs.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _sentencepiece_bpe(metadata: Fields, tokens: list[str], unknown: str | None)
     return inner, True, SPACE if has_prefix and not is_before_each else ""
 
 
-TOKENIZER_MODELS: dict[str, Callable[[Fields, list[str], str | None], Built]] = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+Build = Callable[[Fields, list[str], str | None], Built]
+TOKENIZER_MODELS: dict[str, Build] = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
 
 
 def _bpe(metadata: Fields, tokens: list[str], merges: list[tuple[str, str]], **settings: Any) -> tokenizers.Tokenizer:
