@@ -35,7 +35,7 @@ from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, check_weights_memory, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_spec
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -125,8 +125,9 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
     backend = make_backend(config.isa, config.num_threads, notice)
-    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
     max_model_len = config.max_model_len or limit
+    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
+    check_tables_memory(max_model_len, files.spec.rotated_dims)
     program = record_decoder(files.spec, files.weights, backend, config.dtype, max_model_len, progress)
     return LoadedModel(files, backend, program, config, max_model_len)
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from ..errors import ModelError
 from .fields import Fields
-from .tokenizer import SPECIAL_NAMES, Tokenizer
+from .tokenizer import SPECIAL_NAMES, Tokenizer, panics_are_model_errors, tried_out
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4      # tokenizer.ggml.token_type
 SPACE = "▁"                                             # how SentencePiece spells one
@@ -73,6 +73,11 @@ PRE_TOKENIZERS = {      # tokenizer.ggml.pre; behind it, who uses it
 
 def tokenizer_from_gguf(metadata: Fields) -> Tokenizer:
     """ModelError for other tokenizer models, unknown pre-tokenizers and metadata that contradict themselves."""
+    with panics_are_model_errors(metadata.where):
+        return tried_out(_from_gguf(metadata), metadata.where)
+
+
+def _from_gguf(metadata: Fields) -> Tokenizer:
     model = metadata.text("tokenizer.ggml.model")
     if model not in TOKENIZER_MODELS:
         raise metadata.refuse("tokenizer.ggml.model", f"unknown; supported: {', '.join(TOKENIZER_MODELS)}")
