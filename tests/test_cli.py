@@ -17,6 +17,9 @@ import pytest
 from paceline import build
 from paceline.cli import _parser, main
 from paceline.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from paceline.model.family_table import FAMILIES
+from tests.golden.family_cases import CASES, DIRECTORY
+from tests.model import quantized, tiny
 
 MODEL = "smollm2"
 SMALL = ("--num-kv-blocks", "8")
@@ -213,6 +216,29 @@ def test_info_says_whether_the_pool_fits_the_memory(capsys) -> None:
     assert info(capsys=capsys)["memory"]["pool_fits_memory"] is True
     memory = info("--num-kv-blocks", "999999999", capsys=capsys)["memory"]
     assert memory["pool_fits_memory"] is False and memory["largest_pool_blocks"] < 999999999
+
+
+def facts_of(model: Path, *flags: str, capsys: Any) -> tuple[str, set[str]]:
+    """The family, and the forms the weights are packed in."""
+    status, out, err = run("info", str(model), "--json", "--num-kv-blocks", "8", *flags, capsys=capsys)
+    assert status == 0, err
+    facts = json.loads(out)
+    suffix = "_weights_bytes"
+    return facts["model"]["family"], {name.removesuffix(suffix) for name in facts["memory"] if name.endswith(suffix)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_info_names_the_family_and_the_packed_forms(name: str, capsys) -> None:
+    family = next(one.name for one in FAMILIES.values() if one.hf_architecture == CASES[name][0])
+    assert facts_of(DIRECTORY / name, capsys=capsys) == (family, {"bf16"})
+    assert facts_of(DIRECTORY / name, "--dtype", "int8", capsys=capsys) == (family, {"int8"})
+
+
+def test_info_names_every_form_of_a_file_that_mixes_them(tmp_path: Path, capsys) -> None:
+    config, arrays, _ = quantized.four_bit_checkpoint("awq")
+    awq = tiny.write_hf(tmp_path / "awq", config, arrays)
+    assert facts_of(awq, capsys=capsys) == ("llama", {"int4", "f32"})        # its embedding is F32
+    assert facts_of(tiny.write_gguf(tmp_path / "q8.gguf", quantization="Q8_0"), capsys=capsys) == ("llama", {"int8"})
 
 
 EFFECTS = [    # flag, value, and where info shows it
