@@ -105,6 +105,7 @@ def _read_part(name: str, part: Any) -> dict[str, str]:
 def num_chars_of(messages: list[dict[str, Any]]) -> int:
     contents = [one["content"] for one in messages]
     texts = [one for one in contents if isinstance(one, str)]
+    texts += [one["reasoning_content"] for one in messages if "reasoning_content" in one]
     texts += [part["text"] for one in contents if not isinstance(one, str) for part in one]
     return sum(map(len, texts))
 
