@@ -110,8 +110,6 @@ def _hf_family(config: Fields) -> Family:
 
 def _refuse_config(config: Fields, family: Family) -> None:
     """Everything a config may ask for beyond the decoder, by field name."""
-    if config.has("quantization_config"):
-        raise config.refuse("quantization_config", "pre-quantised checkpoints are not supported")
     if not family.takes_mlp_bias and config.flag("mlp_bias", False):
         raise config.refuse("mlp_bias", "biases in the MLP are not supported for this family")
     has_known_bias = family.takes_attention_bias or family.traits.get("has_qkv_bias", False)
@@ -204,8 +202,6 @@ def _gguf_family(metadata: Fields) -> Family:
                               "is not supported for this architecture" if has_experts else "must be at least 1")
     if metadata.text("general.type", "model") != "model":
         raise metadata.refuse("general.type", "must be 'model'")
-    if metadata.integer("split.count", 1) > 1:
-        raise metadata.refuse("split.count", "split files are not supported; merge them with llama-gguf-split")
     return known[architecture, has_experts]
 
 

@@ -43,13 +43,11 @@ def weights_from_config(spec: ModelSpec, tensors: Mapping[str, StoredTensor], wh
 
 def weights_from_gguf(spec: ModelSpec, tensors: Mapping[str, StoredTensor], where: str) -> Canonical:
     """Canonical weights of a GGUF file; where its family permutes q and k, row_order undoes that."""
-    family, row_orders = FAMILIES[spec.family], {}
+    family = FAMILIES[spec.family]
     if isinstance(spec.rope_scaling, LongRopeScaling):    # which holds their values
         tensors = {name: tensor for name, tensor in tensors.items() if name not in (LONG_FACTORS, SHORT_FACTORS)}
-    if spec.head_dim % 2 == 0 and family.gguf_permutes_qk and spec.num_layers <= len(tensors):
-        row_orders = {"q": unpermuted_rows(spec.num_heads, spec.head_dim),
-                      "k": unpermuted_rows(spec.num_kv_heads, spec.head_dim)}
-    return _canonical(spec, tensors, {**GGUF_NAMES, **family.gguf_names}, where, row_orders)
+    permuted = {"q": spec.num_heads, "k": spec.num_kv_heads} if family.gguf_permutes_qk else {}
+    return _canonical(spec, tensors, {**GGUF_NAMES, **family.gguf_names}, where, permuted)
 
 
 def unpermuted_rows(num_heads: int, head_dim: int) -> NDArray[np.int64]:
@@ -124,7 +122,8 @@ def _linear(name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Ite
 
 
 def _canonical(spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Names, where: str,
-               row_orders: Mapping[str, NDArray[np.int64]]) -> Canonical:
+               permuted: Mapping[str, int]) -> Canonical:
+    """permuted: weights whose rows come in another order, and how many heads these rows make."""
     if spec.num_layers > len(tensors):      # before any loop over a number the file merely claims
         raise ModelError(f"{where}: {spec.num_layers} layers are declared, the weights hold {len(tensors)} tensors")
     num_values = sum(prod(tensor.shape) for tensor in tensors.values())
@@ -135,6 +134,8 @@ def _canonical(spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Name
         raise ModelError(f"{where}: head_dim {spec.head_dim} is odd; rotary positions need pairs")
     expected = {name: (_file_name(name, names, tensors), shape) for name, shape in expected_shapes(spec)}
     _refuse_mismatch(expected, tensors, where)
+    # Only now is the size of a head known to be that of a tensor in the file, not a number that fills the memory.
+    row_orders = {name: unpermuted_rows(num_heads, spec.head_dim) for name, num_heads in permuted.items()}
     taken: dict[str, int] = {}      # rows already given out of a tensor that several weights share
     weights: Canonical = {}
     for name, (file_name, shape) in expected.items():

@@ -81,7 +81,13 @@ def string(name: str, value: Any) -> str:
     return value
 
 
-KINDS = {"integer": integer, "number": number, "boolean": boolean, "string": string}
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong_type(name, "an object", value)
+    return value
+
+
+KINDS = {"integer": integer, "number": number, "boolean": boolean, "string": string, "object": json_object}
 
 COMMON: dict[str, Field] = {
     "model": Field("string", None, 1, 1024),
@@ -106,6 +112,8 @@ CHAT: dict[str, Field] = COMMON | {
     "add_generation_prompt": Field("boolean", None),
     "continue_final_message": Field("boolean", None),
     "add_special_tokens": Field("boolean", False),
+    "chat_template": Field("string", None, 1, 1 << 20),        # only with --trust-request-chat-template
+    "chat_template_kwargs": Field("object", None),             # further variables for the template
 }
 SHAPED = ("stop", "stop_token_ids", "stream_options")          # served, read by functions of their own
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -166,8 +174,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none",),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "reasoning_effort": (),
     "modalities": (["text"],),

@@ -61,7 +61,7 @@ def test_no_scaling_and_default_scaling_are_the_same(scaling: Any) -> None:
     ("architectures", ["FooForCausalLM"]), ("architectures", None), ("architectures", "LlamaForCausalLM"),
     ("hidden_act", "gelu"), ("sliding_window", 100),
     ("layer_types", ["full_attention", "sliding_attention"]), ("partial_rotary_factor", 0.5),
-    ("quantization_config", {"quant_method": "gptq"}), ("num_hidden_layers", None), ("hidden_size", "64"),
+    ("num_hidden_layers", None), ("hidden_size", "64"),
     ("hidden_size", 64.0), ("num_attention_heads", True), ("rms_norm_eps", 0.0), ("rms_norm_eps", 10**400),
     ("rope_theta", float("nan")), ("num_key_value_heads", 3), ("num_key_value_heads", 0), ("head_dim", 0),
     ("tie_word_embeddings", "yes"), ("max_position_embeddings", -1),
