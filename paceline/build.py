@@ -24,10 +24,17 @@ from .errors import ConfigError
 from .kv.groups import KVBudget, KVGroup
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
-from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
+from .model.decoder import (
+    estimated_weights_bytes,
+    num_active_weights,
+    num_matrix_weights,
+    record_decoder,
+    weights_bytes,
+)
 from .model.layer_groups import LayerGroup, layer_groups
 from .model.loader import ModelFiles, open_model
 from .model.rope import rope_choice
+from .model.spec import ModelSpec
 from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
@@ -257,6 +264,15 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), info)
 
 
+def parameter_counts(spec: ModelSpec) -> dict[str, int]:
+    """Weights of matrices; where there are experts, also those that one token meets."""
+    counts = {"parameters": num_matrix_weights(spec)}
+    if spec.num_experts:
+        counts |= {"active_parameters": num_active_weights(spec), "experts": spec.num_experts,
+                   "experts_per_token": spec.experts_per_token}
+    return counts
+
+
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
     check_names(config)
@@ -271,7 +287,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
-            "system_fingerprint": loaded.fingerprint,
+            **parameter_counts(spec), "system_fingerprint": loaded.fingerprint,
         },
         "memory": {
             **{f"{form}_weights_bytes": size for form, size in sorted(loaded.weight_forms.items())},

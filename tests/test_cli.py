@@ -183,6 +183,17 @@ def test_info_for_people_names_what_json_has(capsys) -> None:
     assert facts["memory"]["kv_pool_bytes"] == facts["memory"]["kv_blocks"] * 16 * facts["memory"]["kv_per_token_bytes"]
 
 
+def test_info_counts_the_parameters_that_a_token_meets(capsys) -> None:
+    golden = Path(__file__).parent / "golden" / "families" / "mixtral"
+    model = json.loads(run("info", str(golden), "--json", capsys=capsys)[1])["model"]
+    assert (model["family"], model["experts"], model["experts_per_token"]) == ("mixtral", 4, 2)
+    idle = 2 * 2 * 3 * 64 * 32    # layers, experts of each, matrices
+    assert model["parameters"] - model["active_parameters"] == idle
+    text = run("info", str(golden), capsys=capsys)[1]
+    assert "experts per token" in text and f"{model['active_parameters']:,}" in text
+    assert "active_parameters" not in info(capsys=capsys)["model"]
+
+
 def test_info_says_whether_the_pool_fits_the_memory(capsys) -> None:
     assert info(capsys=capsys)["memory"]["pool_fits_memory"] is True
     memory = info("--num-kv-blocks", "999999999", capsys=capsys)["memory"]

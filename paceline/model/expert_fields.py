@@ -73,6 +73,8 @@ def qwen2_moe(config: Fields, prefix: str) -> dict[str, Any]:
 
 def _experts(config: Fields, size: str, is_renormalised: bool) -> dict[str, Any]:
     """Transformers 5 writes num_local_experts where its own name is num_experts, and reads both."""
+    if config.number("routed_scaling_factor", 1.0) != 1.0:
+        raise config.refuse("routed_scaling_factor", "is not supported")
     count = "num_experts" if config.has("num_experts") else "num_local_experts"
     return {**_counts(config, count, "num_experts_per_tok", size),
             "has_renormalised_shares": config.flag("norm_topk_prob", is_renormalised)}
