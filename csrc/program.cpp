@@ -87,7 +87,6 @@ class NodeReader {
   void rows(int buffer, Rows rows) const {
     require(spec_of(buffer).rows == rows, "buffer " + text(spec_of(buffer).id) + " must have the rows of " + name_of(rows));
   }
-  void rows(int buffer, bool is_wanted) const { rows(buffer, is_wanted ? Rows::wanted : Rows::tokens); }
 
   const WeightSpec& weight(size_t i, bool is_packed) const {
     const auto found = spec_.weights.find(node_.weights[i]);
@@ -199,7 +198,7 @@ class Compiler {
     Step step{Verb::embed};
     step.out = node.output();
     step.weight = &node.weight(0, true).packed.weight;
-    node.rows(step.out, false);
+    node.rows(step.out, Rows::tokens);
     node.width(step.out, step.weight->num_inputs);
     node.require(step.weight->num_outputs == spec_.vocab_size, "weight " + node.weight_name(0) + " has " +
                  text(step.weight->num_outputs) + " outputs, the vocabulary has " + text(spec_.vocab_size));
@@ -274,8 +273,8 @@ class Compiler {
     step.out = node.output();
     step.layer = layer_of(node);
     step.kv_group = group_of(node);
-    node.rows(step.in, false);
-    node.rows(step.out, false);
+    node.rows(step.in, Rows::tokens);
+    node.rows(step.out, Rows::tokens);
     node.width(step.in, (spec_.num_heads + 2 * spec_.num_kv_heads) * spec_.head_dim);
     node.width(step.out, spec_.num_heads * spec_.head_dim);
     if (node.num_weights() > 0) {    // without a table nothing is rotated
@@ -302,7 +301,7 @@ class Compiler {
     node.require(step.softcap >= 0.0f, "softcap must not be negative");
     node.require(step.in != step.out, "reads and writes the same buffer");
     for (const int buffer : {step.in, step.out}) {
-      node.rows(buffer, false);
+      node.rows(buffer, Rows::tokens);
       node.width(buffer, spec_.num_heads * spec_.head_dim);
     }
     wrote(step.out);
@@ -365,9 +364,9 @@ class Compiler {
     out_.experts_per_token = step.count;
     out_.most_experts = std::max(out_.most_experts, step.width);
     add_row_step(step);
-    add_op(Op::group, step, "route groups");
+    add_op(Op::sort, step, "route sort");
     routes_ = step.out;
-    group_ = out_.ops.size() - 1;
+    sort_ = out_.ops.size() - 1;
   }
 
   void gather_routed(const NodeReader& node) {
@@ -398,7 +397,7 @@ class Compiler {
     Step step{Verb::expert_linear};
     read_routes(node, step);
     step.out = node.output();
-    const int64_t num_experts = out_.ops[group_].steps[0].width;
+    const int64_t num_experts = out_.ops[sort_].steps[0].width;
     node.require(static_cast<int64_t>(node.num_weights()) == num_experts,
                  "needs a weight for each of the " + text(num_experts) + " experts, got " +
                      text(static_cast<int64_t>(node.num_weights())));
@@ -418,12 +417,12 @@ class Compiler {
     wrote(step.out);
     add_op(Op::expert_linear, step, "expert_linear " + text(first.num_outputs) + "x" + text(first.num_inputs) + " " +
                                         form_name(first.form) + " of " + text(num_experts));
-    std::vector<int>& linears = out_.ops[group_].linears;
+    std::vector<int>& linears = out_.ops[sort_].linears;
     out_.ops.back().index = static_cast<int>(linears.size());
     linears.push_back(static_cast<int>(out_.ops.size()) - 1);
   }
 
-  // Inputs x and routes; the routes must be those that the rows are grouped by now.
+  // Inputs x and routes; the routes must be those that the rows are sorted by now.
   void read_routes(const NodeReader& node, Step& step) const {
     step.in = node.input(0);
     step.in2 = node.input(1);
@@ -435,8 +434,8 @@ class Compiler {
     Step step{Verb::select_wanted};
     step.in = node.input(0);
     step.out = node.output();
-    node.rows(step.in, false);
-    node.rows(step.out, true);
+    node.rows(step.in, Rows::tokens);
+    node.rows(step.out, Rows::wanted);
     node.width(step.out, node.spec_of(step.in).width);
     add_row_step(step);
   }
@@ -445,7 +444,7 @@ class Compiler {
     node.shape(1, false, 0, 0, {});
     Step step{Verb::sample};
     step.in = node.input(0);
-    node.rows(step.in, true);
+    node.rows(step.in, Rows::wanted);
     node.width(step.in, spec_.vocab_size);
     node.require(!has_sample_, "a program samples once");
     has_sample_ = true;
@@ -546,7 +545,7 @@ class Compiler {
   std::set<std::pair<int, Form>> valid_;
   bool has_sample_ = false;
   int routes_ = -1;      // the buffer of the last routes, while it holds them
-  size_t group_ = 0;     // and the operation that groups by them
+  size_t sort_ = 0;      // and the operation that sorts by them
   Compiled out_;
 };
 

@@ -78,14 +78,14 @@ struct PreparedSpec {
 };
 
 // What threads share tile by tile. Verbs that treat each row by itself are chained: a tile takes its rows through all.
-// `group` sorts a step's routed rows by expert, in one tile, and sets how many tiles the expert_linear operations that read
-// them have: until then nobody can know.
+// `sort` puts a step's routed rows in the order of their experts, in one tile, and sets how many tiles the expert_linear
+// operations that read them have: until then nobody can know.
 struct Op {
-  enum Kind { rows, linear, attend, merge, group, expert_linear, sample } kind;
+  enum Kind { rows, linear, attend, merge, sort, expert_linear, sample } kind;
   Rows of;                    // what its rows are
   std::vector<Step> steps;
   std::string label;
-  std::vector<int> linears{};    // group: its expert_linear operations
+  std::vector<int> linears{};    // sort: its expert_linear operations
   int index = 0;                 // expert_linear: its place among them
 };
 

@@ -308,8 +308,8 @@ void Runner::plan() {
         break;
       case Op::attend: total = static_cast<int64_t>(attention_of(op).job_groups.size()) - 1; break;
       case Op::merge: total = static_cast<int64_t>(attention_of(op).merges.size()); break;
-      case Op::group: total = num_rows > 0 ? 1 : 0; break;
-      case Op::expert_linear: break;    // the group before it says
+      case Op::sort: total = num_rows > 0 ? 1 : 0; break;
+      case Op::expert_linear: break;    // the sort before it says
       case Op::sample: total = num_rows; break;
     }
     require(total <= Pool::kMaxTiles, "too many tokens in a step");
@@ -459,7 +459,7 @@ void Runner::run(int index, int tile, int thread) {
                               static_cast<int32_t>(spec_.num_heads), buffer(step.out) + job.token * width(step.out));
       break;
     }
-    case Op::group: group_routes(op); break;
+    case Op::sort: sort_routes(op); break;
     case Op::expert_linear: run_expert_linear(op, tile); break;
     case Op::sample: run_sample(step, tile, thread); break;
   }

@@ -133,7 +133,7 @@ class Runner final : public Work {
 
   // runner_experts.cpp
   void reserve_routes();
-  void group_routes(const Op& op);
+  void sort_routes(const Op& op);
   void tile_expert_linear(int op);
   void gather_routed(const Step& step, int64_t first, int64_t last);
   void run_expert_linear(const Op& op, int tile);

@@ -1,5 +1,5 @@
 // The runner's part in mixture of experts: which rows each expert gets, and how threads share its weights. Nobody knows
-// before the router has run, inside the step, so that the tiles of these linears are set by the operation that groups the
+// before the router has run, inside the step, so that the tiles of these linears are set by the operation that sorts the
 // rows; it has one tile, and the operations after it open when it is done.
 #include <algorithm>
 #include <cstring>
@@ -33,7 +33,7 @@ void Runner::reserve_routes() {
 }
 
 // A counting sort of the choices by expert; tokens keep their order.
-void Runner::group_routes(const Op& op) {
+void Runner::sort_routes(const Op& op) {
   const Step& route = op.steps[0];
   const int64_t k = route.count;
   const float* routes = buffer(route.out);

@@ -62,11 +62,10 @@ class Layer:
         return recorder.finish()
 
     def run(self, path: str, tokens: NDArray[np.int32], num_threads: int = 1) -> NDArray[np.float32]:
-        n = len(tokens)
+        places = np.arange(len(tokens), dtype=np.int32)
         runner = bind(self.kernels, path, self.program, num_threads)
-        return step_of(runner, token_ids=tokens, positions=np.arange(n, dtype=np.int32), row_starts=ints(0, n),
-                       block_tables=np.arange(-(-n // 16), dtype=np.int32)[None], wanted=np.arange(n, dtype=np.int32),
-                       wants_logits=True)[2]
+        return step_of(runner, token_ids=tokens, positions=places, row_starts=ints(0, len(tokens)), wanted=places,
+                       block_tables=np.arange(-(-len(tokens) // 16), dtype=np.int32)[None, None], wants_logits=True)[2]
 
     def exact(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.float64], set[int]]:
         """In float64, with the packed weights; and the experts that were asked."""
@@ -119,8 +118,8 @@ def test_an_empty_step_after_a_full_one_is_nothing(kernels: ModuleType, path: st
     layer = Layer(kernels, "int8", "anywhere")
     runner = bind(kernels, path, layer.program, 2)
     full, nothing = np.arange(30, dtype=np.int32), {"token_ids": ints(), "positions": ints(), "row_starts": ints(0),
-                                                    "block_tables": np.zeros((0, 4), np.int32), "wanted": ints()}
-    step_of(runner, token_ids=full, positions=full, row_starts=ints(0, 30), block_tables=ints(0, 1)[None])
+                                                    "block_tables": np.zeros((1, 0, 4), np.int32), "wanted": ints()}
+    step_of(runner, token_ids=full, positions=full, row_starts=ints(0, 30), block_tables=ints(0, 1)[None, None])
     assert len(step_of(runner, **nothing)[0]) == 0
 
 
