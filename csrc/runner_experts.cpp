@@ -66,7 +66,7 @@ void Runner::tile_expert_linear(int op) {
   ExpertTiles& tiles = expert_tiles_[static_cast<size_t>(linear.index)];
   int64_t num_used = 0;
   for (size_t expert = 0; expert < experts.size(); ++expert) num_used += expert_start_[expert] < expert_start_[expert + 1];
-  const int64_t num_tiles = std::max<int64_t>(pool_->num_threads() * kTilesPerThread / std::max<int64_t>(num_used, 1), 1);
+  const int64_t num_tiles = ceil_div(pool_->num_threads() * kTilesPerThread, std::max<int64_t>(num_used, 1));
   int64_t total = 0;
   for (size_t expert = 0; expert < experts.size(); ++expert) {
     tiles.first_tile[expert] = static_cast<int>(total);
