@@ -119,8 +119,8 @@ class DecoderWriter:
         recorder.gather_routed(x, buffers.routes, buffers.x)
         self.packer.expert_linears(buffers.x, buffers.routes, at, {"gate": size, "up": size}, gate_up, count)
         self._activate(gate_up, activated)
-        self.packer.expert_linears(activated, buffers.routes, at, {"down": spec.hidden_size}, buffers.y, count)
-        recorder.combine_routed(buffers.y, buffers.routes, self.buffers.residual)
+        self.packer.expert_linears(activated, buffers.routes, at, {"down": spec.hidden_size}, buffers.x, count)
+        recorder.combine_routed(buffers.x, buffers.routes, self.buffers.residual)
         if spec.shared_intermediate_size:
             shared, gate = buffers.shared, buffers.shared_gate
             recorder.linear(x, self._router(at + "shared_router", 1), gate)
@@ -211,8 +211,7 @@ class RoutedBuffers:
     def __init__(self, spec: ModelSpec, recorder: ProgramRecorder) -> None:
         self.logits = recorder.buffer("tokens", spec.num_experts)
         self.routes = recorder.buffer("tokens", 2 * spec.experts_per_token)
-        self.x = recorder.buffer("routed", spec.hidden_size)
-        self.y = recorder.buffer("routed", spec.hidden_size)
+        self.x = recorder.buffer("routed", spec.hidden_size)    # what goes into the experts, then what comes out
         if spec.shared_intermediate_size:
             self.shared = recorder.buffer("tokens", spec.hidden_size)
             self.shared_gate = recorder.buffer("tokens", 1)

@@ -28,7 +28,7 @@ PLAIN = {"qwen2": "qwen2", "qwen3": "qwen3", "olmo2": "olmo2", "phi3": "phi3", "
 GGUF_CASES = {**PERMUTED, **PLAIN}
 
 
-def write_gguf(name: str, path: Path, expert_layout: str = "each weight") -> Path:
+def write_gguf(name: str, path: Path, expert_layout: str = "each weight", expert_type: str = "F32") -> Path:
     """expert_layout: what one tensor holds of a layer's experts: each weight of all, "gate and up" of all, or, as in
     files of 2023, "each expert"."""
     config = json.loads((DIRECTORY / name / "config.json").read_text())
@@ -57,7 +57,8 @@ def write_gguf(name: str, path: Path, expert_layout: str = "each weight") -> Pat
             both = [named.pop(f"blk.{layer}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
             named[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(both, axis=1)
     for gguf_name, values in named.items():
-        writer.add_tensor(gguf_name, values)
+        kind = gguf.GGMLQuantizationType[expert_type if "_exps" in gguf_name else "F32"]
+        writer.add_tensor(gguf_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     for name in ("long", "short") if _rope(config)["rope_type"] == "longrope" else ():
         writer.add_tensor(f"rope_factors_{name}.weight", np.array(_rope(config)[f"{name}_factor"], np.float32))
     if _rope(config)["rope_type"] == "llama3":

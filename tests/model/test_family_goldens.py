@@ -27,7 +27,8 @@ from paceline.model.loader import open_model
 from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec, Weights
 from paceline.model.stored import StoredTensor
-from paceline.ops.interface import KVSpec
+from paceline.ops.dequantize import dequantize
+from paceline.ops.interface import KVSpec, SourceTensor
 from paceline.ops.numpy_ops import NumpyBackend
 from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
 from tests.golden.family_gguf import GGUF_CASES, write_gguf
@@ -119,6 +120,18 @@ def test_experts_of_every_gguf_layout_are_the_same(layout: str, tmp_path: Path) 
     assert spec.family == "mixtral"
     logits = np.frombuffer(last_logits(spec, weights_from_gguf(spec, file.tensors, "model.gguf")), np.float32)
     assert np.abs(logits - expected("mixtral")[0][-1]).max() < 1e-4
+
+
+def test_quantised_experts_in_one_tensor_are_each_its_own(tmp_path: Path) -> None:
+    file = read_gguf(write_gguf("mixtral", tmp_path / "model.gguf", "gate and up", "Q8_0"))
+    weights = weights_from_gguf(spec_from_gguf(file.fields, file.tensors), file.tensors, "model.gguf")
+    names = [name for name in weights if ".experts." in name]
+    assert len(names) == 2 * 4 * 3
+    for name in names:
+        found, original = weights[name], opened("mixtral")[1][name]
+        assert isinstance(found, SourceTensor) and isinstance(original, SourceTensor) and found.source_type == "Q8_0"
+        values = dequantize(original)
+        np.testing.assert_allclose(dequantize(found), values, atol=np.abs(values).max() / 200)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
