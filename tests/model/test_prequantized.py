@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -155,17 +154,6 @@ def test_eight_bit_floats_are_what_the_format_says() -> None:
     assert np.isnan(FP8_VALUES[[0x7F, 0xFF]]).all() and np.isfinite(FP8_VALUES).sum() == 254
 
 
-def write_safetensors(path: Path, tensors: dict[str, StoredTensor]) -> None:
-    """safetensors.numpy cannot write F8_E4M3."""
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": tensor.source_type, "shape": list(tensor.shape),
-                        "data_offsets": [at, at + tensor.raw.size]}
-        at += tensor.raw.size
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(t.raw.tobytes() for t in tensors.values()))
-
-
 def test_an_fp8_directory_opens_and_its_faults_are_named(tmp_path: Path) -> None:
     arrays: quantized.Arrays = {}
     for name, array in tiny.hf_arrays().items():
@@ -178,19 +166,19 @@ def test_an_fp8_directory_opens_and_its_faults_are_named(tmp_path: Path) -> None
     config = tiny.hf_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     directory = tiny.write_hf(tmp_path / "fp8", config)
     weights = directory / "model.safetensors"
-    write_safetensors(weights, stored(arrays))
+    tiny.write_safetensors(weights, stored(arrays))
     files = open_model(str(directory))
     assert "14 BF16" in files.source
     record_decoder(files.spec, files.weights, BACKENDS["numpy"](), "auto", 64)
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
-    write_safetensors(weights, stored({**arrays, name: np.ones((2, 5), np.float32)}))
+    tiny.write_safetensors(weights, stored({**arrays, name: np.ones((2, 5), np.float32)}))
     with pytest.raises(ModelError, match=rf"{name}: F32 of shape \[2, 5\] fits no scaling"):
         open_model(str(directory))
-    write_safetensors(weights, stored({n: array for n, array in arrays.items() if n != name}))
+    tiny.write_safetensors(weights, stored({n: array for n, array in arrays.items() if n != name}))
     with pytest.raises(ModelError, match=r"up_proj\.weight: F8_E4M3 needs .* a weight_scale"):
         open_model(str(directory))
     (directory / "config.json").write_text(json.dumps(tiny.hf_config()))
-    write_safetensors(weights, {name: t for name, t in stored(arrays).items() if not name.endswith("scale_inv")})
+    tiny.write_safetensors(weights, {name: t for name, t in stored(arrays).items() if not name.endswith("scale_inv")})
     bare = open_model(str(directory))
     with pytest.raises(ModelError, match="F8_E4M3"):
         record_decoder(bare.spec, bare.weights, BACKENDS["numpy"](), "auto", 64)
