@@ -63,7 +63,8 @@ class CpuBackend:
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         num_inputs = sources[0].num_inputs
         try:
-            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources])
+            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources],
+                                         self.num_threads)
         except ValueError as error:
             raise ModelError(f"{', '.join(s.name for s in sources)}: {error}") from error
         return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload)
