@@ -167,6 +167,8 @@ def _put(text: str) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "; ".join(_conversion(item) for item in value)
     if isinstance(value, list):
         return ", ".join(str(item) for item in value) or "none"
     if value is None or isinstance(value, bool):
@@ -176,6 +178,12 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _conversion(row: Mapping[str, Any]) -> str:
+    error = row["relative_error"]
+    loss = "loss not measured" if error is None else f"LOSES {error:.1e}" if error else "exact"
+    return (f"{row['from']} to {row['to']}: {row['matrices']} matrices, {row['packed_bytes'] / 1e6:,.1f} MB, {loss}")
 
 
 if __name__ == "__main__":

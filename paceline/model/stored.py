@@ -6,7 +6,7 @@ Knows no model: families.py gives the tensors their canonical names.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,11 @@ class StoredTensor:
         num_outputs, num_inputs = self.shape
         raw = self.raw.reshape(num_outputs, -1)
         return SourceTensor(self.name, num_outputs, num_inputs, self.source_type, raw, row_order)
+
+    def rows_to_matrix(self, first: int, last: int) -> SourceTensor:
+        """Outputs [first, last) alone."""
+        whole = self.to_matrix()
+        return replace(whole, num_outputs=last - first, raw=whole.raw[first:last])
 
     def to_vector(self, row_order: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Values as float32 [length], a copy. The tensor must have one dimension."""

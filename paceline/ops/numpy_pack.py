@@ -22,7 +22,7 @@ from .interface import SourceTensor
 
 F32 = NDArray[np.float32]
 GROUP = 32
-INT4_STEPS = np.arange(-1, 1.25, 0.25, np.float32)
+INT4_STEPS = np.linspace(-1, 1, 9, dtype=np.float32)
 INT4_SLAB = 1 << 14     # groups that are searched at once: bounds the memory
 INPUTS_MULTIPLE = {"f32": 1, "bf16": 2, "int8": GROUP, "int4": GROUP}
 LOSSLESS = {"f32": set(BLOCKS), "bf16": {"BF16", "MXFP4"}, "int8": {"Q8_0", "Q5_0", "IQ4_NL"}, "int4": {"Q4_0", "Q4_1"}}
@@ -83,8 +83,8 @@ def _int4_groups(x: F32) -> F32:
 
 def _int4_line(x: F32, weight: F32, low: F32, high: F32) -> tuple[F32, F32]:
     """For some steps around (high - low) / 15 the quants are taken as given and the line d q + m through the values is
-    fitted by least squares, as llama.cpp's quantisers do it; d and m of the closest. csrc/quantize.cpp is the same to the
-    bit. The weights, |x| + rms, are explained in docs/log.md."""
+    fitted by least squares, as llama.cpp's quantisers do it; d and m of the closest. csrc/quantize.cpp is the same to
+    the bit. docs/log.md says what the weights, |x| + rms, gain."""
     above, zero = x - low, np.zeros_like(low)
     sum_w, sum_x = _sum(weight), _sum(weight * above)
     best_d, best_m, least = zero, zero, np.full_like(low, 3.0e38)
