@@ -1,6 +1,6 @@
 """Writes a llama or qwen2 model that paceline can open as other files of the same shape, for measurements.
 
-    python -m scripts.write_model MODEL OUT [--type BF16] [--shuffle SEED]
+    python -m tests.golden.write_model MODEL OUT [--type BF16] [--shuffle SEED]
 
 OUT is a Hugging Face directory (BF16, awq, gptq, fp8) or a GGUF file (Q4_1, Q8_0, ...). BF16 keeps MODEL's weights,
 rounded to bf16. The other types are for timing alone: every matrix of one shape is the same.
@@ -184,13 +184,13 @@ def _add_metadata(writer: Any, spec: ModelSpec) -> None:
 def _add_tokenizer(writer: Any, spec: ModelSpec) -> None:
     """A byte-level one; ids past the bytes are never encoded."""
     texts = [CHAR_OF_BYTE[byte] for byte in range(256)]
-    texts += [f"<{token_id}>" for token_id in range(256, spec.vocab_size)]
+    texts += ["he", *(f"<{token_id}>" for token_id in range(257, spec.vocab_size))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(texts)
     writer.add_token_types([1] * spec.vocab_size)
-    writer.add_token_merges([f"{CHAR_OF_BYTE[104]} {CHAR_OF_BYTE[101]}"])
-    writer.add_eos_token_id(256)
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(257)
 
 
 if __name__ == "__main__":
