@@ -279,14 +279,19 @@ def _fp8_tensor(settings: Fields, tensors: Tensors, at: str, tensor: StoredTenso
 
 
 def _fp8_to_bf16(tensor: StoredTensor, scale: StoredTensor, height: int, width: int, first: int, last: int) -> Bytes:
+    """Of each block of the scaling, the 256 values a code can stand for are rounded once and looked up."""
     rows, columns = tensor.shape
     grid = (-(-rows // height), -(-columns // width))
     factors = dequantize(SourceTensor(scale.name, 1, grid[0] * grid[1], scale.source_type, scale.raw.reshape(1, -1)))
-    values = np.take(FP8_VALUES, tensor.raw.reshape(tensor.shape)[first:last])
-    of_rows = factors.reshape(grid)[np.arange(first, last) // height]    # [rows, blocks of a row]
-    for block in range(grid[1]):
-        values[:, block * width : (block + 1) * width] *= of_rows[:, block : block + 1]
-    return bf16_bits(values).view(np.uint8)
+    codes = tensor.raw.reshape(tensor.shape)
+    out = np.empty((last - first, columns), np.uint16)
+    for block in range(first // height, -(-last // height)):
+        top, bottom = max(first, block * height), min(last, (block + 1) * height)
+        tables = bf16_bits(FP8_VALUES * factors.reshape(grid)[block][:, None])    # [blocks side by side, 256]
+        for index, table in enumerate(tables):
+            inside = slice(index * width, (index + 1) * width)
+            out[top - first : bottom - first, inside] = table[codes[top:bottom, inside]]
+    return out.view(np.uint8)
 
 
 def _fp8_values() -> F32:
