@@ -130,7 +130,8 @@ class Backend(Protocol):
         """Packs matrices of equal num_inputs, stacked along the outputs in order, into one form.
 
         Lossless where the source's values allow it: F32 -> f32; BF16 -> bf16; Q8_0 -> int8; Q4_0, Q4_1 -> int4;
-        anything -> f32. Otherwise the dequantised values are rounded to nearest (even) in the target form.
+        anything -> f32. Otherwise the dequantised values are rounded to nearest (even) in the target form; int4
+        chooses each group's scale and minimum first (numpy_pack.py).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Loading holds one weight at a time beside what it has packed. The bytes themselves are scripts/bench_load.py's to tell."""
+"""Loading holds one weight at a time beside what it has packed. scripts/bench_load.py measures the bytes themselves."""
 
 from __future__ import annotations
 
