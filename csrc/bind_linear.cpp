@@ -39,7 +39,8 @@ void check_width(const char* name, int64_t got, int64_t wanted) {
 
 // --- packing ---
 
-PackedWeight pack_sources(const std::string& form, int64_t num_inputs, nb::sequence given) {
+PackedWeight pack_sources(const std::string& form, int64_t num_inputs, nb::sequence given, int num_threads,
+                          const std::string& path) {
   using Raw = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
   std::vector<Source> sources;
   std::vector<Raw> raws;                         // keep the arrays alive while the lock is released
@@ -65,8 +66,9 @@ PackedWeight pack_sources(const std::string& form, int64_t num_inputs, nb::seque
     sources.push_back(source);
   }
   const Form wanted = form_from_name(form);
+  const KernelTable* kernels = path == "auto" ? nullptr : &find_table(path);
   nb::gil_scoped_release unlocked;
-  return pack(wanted, num_inputs, sources);
+  return pack(wanted, num_inputs, sources, num_threads, kernels);
 }
 
 Out<float> unpack_weight(const PackedWeight& packed) {
@@ -348,8 +350,9 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("num_outputs", [](const PackedWeight& p) { return p.weight.num_outputs; })
       .def_prop_ro("num_inputs", [](const PackedWeight& p) { return p.weight.num_inputs; })
       .def_ro("num_bytes", &PackedWeight::num_bytes);
-  m.def("pack", &pack_sources, "form"_a, "num_inputs"_a, "sources"_a,
-        "sources: a list of (source_type, raw uint8 [num_outputs, row bytes], row_order int64 or None).");
+  m.def("pack", &pack_sources, "form"_a, "num_inputs"_a, "sources"_a, "num_threads"_a = 0, "path"_a = "auto",
+        "sources: a list of (source_type, raw uint8 [num_outputs, row bytes], row_order int64 or None). num_threads 0: one "
+        "a core.");
   m.def("unpack", &unpack_weight, "packed"_a);
 
   m.def("linear", &linear, "path"_a, "packed"_a, "x"_a, "bias"_a = nb::none(), "num_threads"_a = 1,

@@ -151,6 +151,12 @@ struct KernelTable {
   int32_t (*sample)(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
                     void* scratch);
   size_t (*sample_scratch_bytes)(int64_t vocab_size);
+
+  // quantize.cpp: a group of one strip, values [32 inputs][16 outputs]; the same bits on every path. int4_lines finds the
+  // line d q + m close to each output's values (d = 0: none). int4_quants rounds to a given line: words [4][16] as an int4
+  // block holds them (all 0 where d = 0), and the weighted squared error of each output.
+  void (*int4_lines)(const float* values, float* d, float* m);
+  void (*int4_quants)(const float* values, const float* d, const float* m, uint32_t* words, float* error);
 };
 
 extern const KernelTable kernels_portable;

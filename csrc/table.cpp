@@ -31,6 +31,8 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::merge_segments,
     PACELINE_ISA::sample,
     PACELINE_ISA::sample_scratch_bytes,
+    PACELINE_ISA::int4_lines,
+    PACELINE_ISA::int4_quants,
 };
 
 }  // namespace paceline

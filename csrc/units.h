@@ -48,5 +48,8 @@ int32_t sample(const float* logits, int64_t vocab_size, const Sampling& sampling
                void* scratch);
 size_t sample_scratch_bytes(int64_t vocab_size);
 
+void int4_lines(const float* values, float* d, float* m);
+void int4_quants(const float* values, const float* d, const float* m, uint32_t* words, float* error);
+
 }  // namespace PACELINE_ISA
 }  // namespace paceline

@@ -34,7 +34,9 @@ from .model.decoder import (
     weights_bytes,
 )
 from .model.layer_groups import LayerGroup, layer_groups
+from .model.load_progress import LoadProgress
 from .model.loader import ModelFiles, open_model
+from .model.packing_errors import packing_error
 from .model.rope import rope_choice
 from .model.spec import ModelSpec
 from .ops.backends import make_backend
@@ -104,6 +106,21 @@ class LoadedModel:
         return sizes
 
     @property
+    def conversions(self) -> list[dict[str, Any]]:
+        """What each type of the file became: matrices, weights, packed bytes, and what that step loses (a relative root
+        mean square error; 0: nothing, None: not measured)."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for packed in {id(w): w for w in self.program.weights.values() if isinstance(w, PackedLinear)}.values():
+            for source_type, num_outputs in packed.sources:
+                row = found.setdefault((source_type, packed.form), {
+                    "from": source_type, "to": packed.form, "matrices": 0, "weights": 0, "packed_bytes": 0,
+                    "relative_error": packing_error(source_type, packed.form)})
+                row["matrices"] += 1
+                row["weights"] += num_outputs * packed.num_inputs
+                row["packed_bytes"] += packed.num_bytes * num_outputs // packed.num_outputs
+        return [found[key] for key in sorted(found)]
+
+    @property
     def fingerprint(self) -> str:
         """Names everything a token depends on beside the request: build, path, weight forms, KV dtype, the files."""
         forms = "+".join(sorted(self.weight_forms))
@@ -132,7 +149,7 @@ def opened(name: str, revision: str | None = None) -> ModelFiles:
 
 
 def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
-    """Packs the weights. progress is told (bytes done, bytes in all)."""
+    """Packs the weights. progress is told (weights packed, weights in all) after each matrix."""
     files = opened(config.model, config.revision)
     limit = files.spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
@@ -224,7 +241,12 @@ def served_model(config: ModelConfig, ready: Ready) -> ServedModel:
 def load_engine(config: EngineConfig) -> Engine:
     """Files to a core ready to step: what an engine process runs first."""
     check_names(config)
-    return assemble(load_model(config.model), config.cache, config.scheduler)
+    progress = LoadProgress(sys.stderr, WallClock())
+    try:
+        loaded = load_model(config.model, progress)
+    finally:
+        progress.finish()
+    return assemble(loaded, config.cache, config.scheduler)
 
 
 def draw_seed() -> int:
@@ -318,6 +340,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
             "pool_fits_memory": available is None or kv_bytes(kv) <= available,
         },
+        "packing": {"conversions": loaded.conversions},
         "processor": {
             "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
             "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),

@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="makes a draw repeatable (default: a random one, reported)")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     info = _command(commands, "info", _info, "what a model needs and what fits")
+    info.add_argument("--quality", action="store_true",
+                      help="also measure what the packed form costs: perplexity, greedy agreement and KL divergence "
+                           "against f32 weights on a text of the package")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -135,7 +138,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from .build import describe
 
-    facts = describe(configured(arguments))
+    config = configured(arguments)
+    facts = describe(config)
+    if arguments.quality:
+        from .info import describe_quality
+
+        facts |= describe_quality(config.model)
     _put(json.dumps(facts) if arguments.json else _ledger(facts))
     return 0
 
@@ -159,13 +167,29 @@ def _put(text: str) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        show = _conversion if name == "conversions" else _layer_group
+        return "; ".join(show(item) for item in value)
     if isinstance(value, list):
         return ", ".join(str(item) for item in value) or "none"
     if value is None or isinstance(value, bool):
         return {None: "unknown", True: "yes", False: "no"}[value]
     if name.endswith("bytes") and isinstance(value, int):
         return f"{value:,} ({value / 1e6:,.1f} MB)" if value >= 100_000 else f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.5g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _layer_group(group: Mapping[str, Any]) -> str:
+    reach = "see all before them" if group["window"] is None else f"see {group['window']:,} tokens back"
+    return f"{group['layers']} layers that {reach}"
+
+
+def _conversion(row: Mapping[str, Any]) -> str:
+    error = row["relative_error"]
+    loss = "loss not measured" if error is None else f"LOSES {error:.1e}" if error else "exact"
+    return (f"{row['from']} to {row['to']}: {row['matrices']} matrices, {row['packed_bytes'] / 1e6:,.1f} MB, {loss}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def one_load() -> Any:
     load_model = build.load_model
     patch = pytest.MonkeyPatch()
     patch.setattr(build, "load_model",
-                  lambda config: loaded.get(config) or loaded.setdefault(config, load_model(config)))
+                  lambda config, progress=None: loaded.get(config) or loaded.setdefault(config, load_model(config)))
     yield
     patch.undo()
 
@@ -221,6 +221,16 @@ def test_info_counts_the_parameters_that_a_token_meets(capsys) -> None:
     text = run("info", str(golden), capsys=capsys)[1]
     assert "experts per token" in text and f"{model['active_parameters']:,}" in text
     assert "active_parameters" not in info(capsys=capsys)["model"]
+
+
+def test_info_tells_what_each_type_became_and_what_that_lost(capsys) -> None:
+    (q4_1, q8_0) = info(capsys=capsys)["packing"]["conversions"]
+    assert (q4_1["from"], q4_1["to"], q4_1["matrices"], q4_1["relative_error"]) == ("Q4_1", "int4", 210, 0)
+    assert (q8_0["from"], q8_0["to"], q8_0["matrices"], q8_0["relative_error"]) == ("Q8_0", "int8", 1, 0)
+    memory = info(capsys=capsys)["memory"]
+    assert q4_1["packed_bytes"] == memory["int4_weights_bytes"] and q8_0["packed_bytes"] == memory["int8_weights_bytes"]
+    _, text, _ = run("info", MODEL, "--dtype", "bf16", capsys=capsys)
+    assert "Q4_1 to bf16: 210 matrices, 212.3 MB, LOSES 1.7e-03" in text
 
 
 def test_info_says_whether_the_pool_fits_the_memory(capsys) -> None:

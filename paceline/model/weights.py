@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -153,8 +152,7 @@ def _rows(tensor: StoredTensor, first: int, shape: tuple[int, ...]) -> SourceTen
     """Rows [first, first + shape[0]) of a tensor that several weights share."""
     if len(shape) == 1:
         return tensor.to_vector()[first : first + shape[0]]
-    whole = replace(tensor, shape=(prod(tensor.shape[:-1]), tensor.shape[-1])).to_matrix()
-    return replace(whole, num_outputs=shape[0], raw=whole.raw[first : first + shape[0]])
+    return tensor.rows_to_matrix(first, first + shape[0])
 
 
 def _file_name(canonical: str, names: Names, tensors: Mapping[str, StoredTensor]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, InvariantError, ModelError
-from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
+from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput, stacked
 from .machine import usable_cores
 from .program import Program
 
@@ -63,10 +63,12 @@ class CpuBackend:
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         num_inputs = sources[0].num_inputs
         try:
-            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources])
+            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources],
+                                         self.num_threads)
         except ValueError as error:
             raise ModelError(f"{', '.join(s.name for s in sources)}: {error}") from error
-        return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload)
+        return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload,
+                            stacked(sources))
 
     def unpack(self, packed: PackedLinear) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self._kernels.unpack(packed.payload)

@@ -21,7 +21,8 @@ class SourceTensor:
 
     source_type is "F32", "F16", "BF16" or a GGML block type ("Q4_1", "Q8_0", ...). raw is the file's bytes as uint8
     [num_outputs, bytes per output row], usually a view of a memory map. row_order, if given, is the output permutation
-    to apply: packed row i is source row row_order[i] (undoes the q/k permutation of llama-type GGUF files).
+    to apply: packed row i is source row row_order[i] (undoes the q/k permutation of llama-type GGUF files). origin is
+    the checkpoint's own format where source_type is already a conversion of it (AWQ, GPTQ, F8_E4M3).
     """
 
     name: str
@@ -30,18 +31,21 @@ class SourceTensor:
     source_type: str
     raw: NDArray[np.uint8]
     row_order: NDArray[np.int64] | None = None
+    origin: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
     """A weight matrix [num_outputs, num_inputs] in one packed form: f32, bf16, int8 (groups of 32) or int4 (groups of
-    32). payload belongs to the backend that packed it."""
+    32). payload belongs to the backend that packed it. sources: what it was stacked from, as (type of the file,
+    outputs)."""
 
     form: str
     num_outputs: int
     num_inputs: int
     num_bytes: int
     payload: Any
+    sources: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,11 @@ class StepRunner(Protocol):
     def close(self) -> None: ...
 
 
+def stacked(sources: Sequence[SourceTensor]) -> tuple[tuple[str, int], ...]:
+    """PackedLinear.sources of what is packed together."""
+    return tuple((source.origin or source.source_type, source.num_outputs) for source in sources)
+
+
 class Backend(Protocol):
     """A numeric path."""
 
@@ -122,7 +131,8 @@ class Backend(Protocol):
         """Packs matrices of equal num_inputs, stacked along the outputs in order, into one form.
 
         Lossless where the source's values allow it: F32 -> f32; BF16 -> bf16; Q8_0 -> int8; Q4_0, Q4_1 -> int4;
-        anything -> f32. Otherwise the dequantised values are rounded to nearest (even) in the target form.
+        anything -> f32. Otherwise the dequantised values are rounded to nearest (even) in the target form; int4
+        chooses each group's scale and minimum first (numpy_pack.py).
         """
         ...
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dequantize import BF16_NAN, bf16_bits, from_bf16_bits
-from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
+from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput, stacked
 from .numpy_pack import rounded_to_form
 from .numpy_sampler import sample_reference
 from .program import Node, Program
@@ -29,7 +29,7 @@ class NumpyBackend:
 
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         values = np.concatenate([rounded_to_form(source, form) for source in sources])
-        return PackedLinear(form, len(values), values.shape[1], values.nbytes, values)
+        return PackedLinear(form, len(values), values.shape[1], values.nbytes, values, stacked(sources))
 
     def unpack(self, packed: PackedLinear) -> F32:
         values: F32 = packed.payload

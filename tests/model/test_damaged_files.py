@@ -318,7 +318,7 @@ def test_a_quantised_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
                                                                                  array.dtype))
     directory = tiny.write_hf(tmp_path / "damaged", config)
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    test_prequantized.write_safetensors(directory / "model.safetensors", test_prequantized.stored(contiguous))
+    tiny.write_safetensors(directory / "model.safetensors", test_prequantized.stored(contiguous))
     files = opened(directory)
     if files is not None:
         with contextlib.suppress(ModelError):
