@@ -269,6 +269,16 @@ def test_layers_without_experts_are_those_listed_or_between_steps() -> None:
     assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == (0, 1, 2, 4)
 
 
+def test_families_with_experts_have_the_windows_of_their_kind() -> None:
+    assert of("Mixtral", **MIXTRAL).windows == of("Mixtral", **MIXTRAL, sliding_window=None).windows == ()
+    assert of("Mixtral", **MIXTRAL, sliding_window=32).windows == (32, 32)
+    assert of("Qwen3Moe", **QWEN3_MOE, sliding_window=32).windows == ()
+    assert of("Qwen3Moe", **QWEN3_MOE, sliding_window=32, use_sliding_window=True).windows == (32, 32)
+    for architecture, fields in (("Qwen2Moe", QWEN2_MOE), ("Olmoe", QWEN3_MOE)):
+        with pytest.raises(ModelError, match="sliding_window=32"):
+            of(architecture, **fields, sliding_window=32, use_sliding_window=True)
+
+
 def test_shares_are_renormalised_as_the_family_does_unless_the_config_says() -> None:
     assert of("Mixtral", **MIXTRAL).has_renormalised_shares
     for says, fields in ((True, {"norm_topk_prob": True}), (False, {"norm_topk_prob": False}), (False, {})):
