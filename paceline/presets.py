@@ -26,7 +26,7 @@ PRESETS: dict[str, Preset] = {
         scheduler={
             "regime": "continuous", "ordering": "fcfs", "admission": "watermark", "preemption": "recompute",
             "victim": "latest_arrival", "chunking": "fixed", "max_num_seqs": 64, "max_num_batched_tokens": 512,
-            "watermark": 0.01,
+            "watermark": 0.01, "batch_timeout_seconds": 0.05, "itl_target_ms": 50.0,
         },
         cache={"prefix_cache": "hash"},
     ),

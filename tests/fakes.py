@@ -6,7 +6,7 @@ when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from paceline.config import SchedulerConfig
 from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup
@@ -73,9 +73,9 @@ class ShadowExecutor:
             assert transfer.kind is TransferKind.COPY
             self.slots[transfer.destination] = list(self.slots[transfer.source])
             self._unreported.append((plan.step_id + self.transfer_delay, transfer.transfer_id))
-        for row in plan.rows:
+        for row in plan.all_rows:
             self._poison_beyond(row)
-        for row in plan.rows:
+        for row in plan.all_rows:
             self._write(row)
         rows = tuple(self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
         done = tuple(transfer_id for step_id, transfer_id in self._unreported if step_id <= plan.step_id)
@@ -123,15 +123,15 @@ class ShadowExecutor:
         return RowResult(row.request_id, tuple(tokens))
 
 
-def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival") -> Policies:
-    return Policies(
-        regime=REGIMES["continuous"],
-        ordering=ORDERINGS[ordering],
-        admission=ADMISSIONS["watermark"],
-        preemption=PREEMPTIONS["recompute"],
-        victim=VICTIM_RULES[victim],
-        chunking=CHUNKINGS["fixed"],
-    )
+POLICY_TABLES = {"regime": REGIMES, "ordering": ORDERINGS, "admission": ADMISSIONS, "preemption": PREEMPTIONS,
+                 "victim": VICTIM_RULES, "chunking": CHUNKINGS}
+
+
+def make_policies(**names: str) -> Policies:
+    """By name; the others are those of SchedulerConfig's defaults."""
+    assert names.keys() <= POLICY_TABLES.keys()
+    default = SchedulerConfig()
+    return Policies(**{kind: table[names.get(kind, getattr(default, kind))] for kind, table in POLICY_TABLES.items()})
 
 
 def make_request(request_id: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, **fields: object) -> Request:
@@ -158,11 +158,25 @@ class Setup:
     watermark: float = 0.0
     max_model_len: int = 200
     prefix_cache: str = "hash"
+    regime: str = "continuous"
     ordering: str = "fcfs"
+    admission: str = "watermark"
+    preemption: str = "recompute"
     victim: str = "latest_arrival"
+    chunking: str = "fixed"
+    batch_timeout_seconds: float = 3.0
+    itl_target_ms: float = 50.0
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     transfer_delay: int = 0
     groups: tuple[KVGroup, ...] = FULL_ATTENTION
+
+
+    @property
+    def max_step_tokens(self) -> int:
+        return max(self.max_num_batched_tokens, self.max_model_len if self.chunking == "whole" else 0)
+
+
+ALONE = {"regime": "continuous", "admission": "watermark", "preemption": "recompute", "chunking": "fixed"}
 
 
 class Stage:
@@ -171,16 +185,13 @@ class Stage:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache], setup.groups,
-                            setup.max_num_batched_tokens)
+                            setup.max_step_tokens)
         config = SchedulerConfig(
-            max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=setup.max_num_batched_tokens,
-            watermark=setup.watermark,
-        )
+            **{declared.name: getattr(setup, declared.name) for declared in fields(SchedulerConfig)})
         self.scheduler = Scheduler(
             config,
             kv,
-            make_policies(setup.ordering, setup.victim),
+            make_policies(**{kind: getattr(setup, kind) for kind in POLICY_TABLES}),
             max_model_len=setup.max_model_len,
             eos_token_ids=setup.eos_token_ids,
         )
@@ -202,7 +213,7 @@ class Stage:
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
         plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= self.setup.max_num_batched_tokens
+        assert plan.num_tokens <= self.setup.max_num_batched_tokens or len(plan.rows) == 1
         assert plan.num_running <= self.setup.max_num_seqs
         self.scheduler.check()
         self.plans.append(plan)
@@ -250,12 +261,12 @@ def solo(request: Request, setup: Setup) -> list[int]:
         prompt_index=request.prompt_index,
         choice_index=request.choice_index,
     )
-    budget = KVBudget(setup.num_blocks, setup.block_size, setup.groups, setup.max_num_batched_tokens)
+    budget = KVBudget(setup.num_blocks, setup.block_size, setup.groups, setup.max_step_tokens)
     limit = budget.num_tokens_that_fit(setup.max_model_len)
     num_tokens = request.num_tokens + request.sampling.max_tokens
     num_blocks = (num_tokens // setup.block_size + 1) * len(setup.groups)    # few: they are checked
     roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
-                    max_num_seqs=1, transfer_delay=0)
+                    max_num_seqs=1, transfer_delay=0, **ALONE)
     stage = Stage(roomy)
     stage.add(alone)
     return stage.run().tokens["solo"]

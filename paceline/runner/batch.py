@@ -34,7 +34,7 @@ class BatchBuilder:
         positions: list[int] = []
         row_starts = [0]
         wanted: list[int] = []
-        for row in plan.rows:
+        for row in plan.all_rows:
             first, start = row.num_computed_tokens, row_starts[-1]
             if LastSampled.TOKEN in row.token_ids:
                 token_ids += [_resolved(token, row, last_sampled) for token in row.token_ids]
@@ -45,7 +45,7 @@ class BatchBuilder:
             row_starts.append(start + len(row.token_ids))
         return ForwardBatch(
             np.array(token_ids, np.int32), np.array(positions, np.int32), np.array(row_starts, np.int32),
-            self._block_tables(plan.rows), np.array(wanted, np.int32), _copies(plan), sampling_batch(plan.rows))
+            self._block_tables(plan.all_rows), np.array(wanted, np.int32), _copies(plan), sampling_batch(plan.all_rows))
 
     def drop_caches(self) -> None:
         """Forgets what can be rebuilt from the next plan."""

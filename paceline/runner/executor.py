@@ -95,6 +95,6 @@ def _last_tokens(plan: SchedulerOutput, output: StepOutput) -> dict[str, int]:
 
 
 def _failed_rows(plan: SchedulerOutput, output: StepOutput) -> tuple[str, ...]:
-    owners = [row.request_id for row in plan.rows for _ in row.logits_offsets]
+    owners = [row.request_id for row in plan.all_rows for _ in row.logits_offsets]
     failed = [owner for owner, token_id in zip(owners, output.token_ids.tolist(), strict=True) if token_id < 0]
     return tuple(dict.fromkeys(failed))

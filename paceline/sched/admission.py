@@ -25,4 +25,5 @@ def watermark(view: SchedulerView, request: Request, hit: PrefixHit) -> Refusal 
     return Refusal(request.request_id, "num_kv_blocks", num_needed, max(num_available, 0))
 
 
+ASSURING_ADMISSIONS: frozenset[str] = frozenset({"reserve"})    # whoever they let in never runs out of blocks
 ADMISSIONS: Mapping[str, AdmissionRule] = {"watermark": watermark}

@@ -78,6 +78,10 @@ class WaitQueue:
             heappop(self._heap)
         return self._heap[0][2]
 
+    def oldest(self) -> Request | None:
+        """Who has been queued longest."""
+        return next(iter(self._waiting.values()), None)
+
     def remove(self, request: Request) -> None:
         del self._waiting[request.request_id]
         if self._heap and self._heap[0][2] is request:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .admission import AdmissionRule
-from .batching import RegimeRule
-from .chunking import ChunkingRule
+from .batching import Regime
+from .chunking import Chunking
 from .ordering import Ordering
 from .preemption import PreemptionRule, VictimRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
-    regime: RegimeRule
+    regime: Regime
     ordering: Ordering
     admission: AdmissionRule
     preemption: PreemptionRule
     victim: VictimRule
-    chunking: ChunkingRule
+    chunking: Chunking

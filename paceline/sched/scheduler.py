@@ -3,7 +3,8 @@
 A step is schedule -> (an executor runs the plan) -> update. Policies answer, this file acts: decide, then commit.
   - Running requests stand in the ordering's order. One yields its blocks only to one ahead of it, so the first always
     progresses, and nobody already in this step's plan can become a victim.
-  - Nobody is admitted in a step that preempted, nor past a head of the queue that was refused.
+  - Nobody is admitted in a step that was short of blocks, nor past a head of the queue that was refused.
+  - A victim that keeps a part of its blocks waits with them, and loses them before anyone who runs loses one.
   - While a plan is in flight no block goes back to the pool: an abort then ends the request, update frees its blocks.
 """
 
@@ -13,34 +14,27 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from ..config import SchedulerConfig
-from ..errors import InvariantError, RequestError
-from ..kv.manager import BlockCopy, KVCacheManager
-from ..kv.prefix_hash import MISS, PrefixHit
+from ..errors import ConfigError, InvariantError, RequestError
+from ..kv.manager import KVCacheManager
+from ..kv.prefix_hash import PrefixHit
 from ..request import FinishReason, Request, RequestStatus
+from .batching import PASSING_LIMITS, Batch
 from .choices import Choices, choice_id
 from .counters import Counters
 from .finish import Finish, FinishRules, append_tokens
+from .gate import decide, has_slot
+from .kept import KeptBlocks
 from .limits import Limits, check_fits
 from .ordering import OrderingKey, WaitQueue
 from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
-from .plan import (
-    Preempted,
-    Refusal,
-    RowResult,
-    SamplingRef,
-    ScheduledRequest,
-    SchedulerOutput,
-    StepResult,
-    Transfer,
-    TransferKind,
-)
+from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
 from .preemption import Yield
 from .step_builder import StepBuilder
+from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 
 ABORTED = Finish(FinishReason.ABORT)
-FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
 
 
 class Scheduler:
@@ -69,8 +63,9 @@ class Scheduler:
         self._counters = Counters()
         self._in_flight: SchedulerOutput | None = None
         self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
-        self._copies: dict[int, BlockCopy] = {}             # by transfer id, until the executor reports them done
-        self._next_transfer_id = 0
+        self._copies = CopiesUnderWay(kv)
+        self._batch = Batch()
+        self._kept = KeptBlocks(kv, self._counters)
         self._next_step_id = 0
 
     # --- requests come and go
@@ -115,13 +110,24 @@ class Scheduler:
         """Ends these and all their choices, born or not. Unknown and finished ids are no error."""
         outputs: list[RequestOutput] = []
         for request_id in request_ids:
-            outputs += self._abort_unborn((request_id, *self._choices.unborn(request_id)), now)
+            unborn = self._choices.cancel_unborn((request_id, *self._choices.unborn(request_id)))
+            outputs += [aborted_before_birth(self._requests[parent_id], child_id, choice_index, now)
+                        for parent_id, child_id, choice_index in unborn]    # nothing to free, but clients wait
             for living_id in (request_id, *self._choices.descendants(request_id)):
                 request = self._requests.get(living_id)
                 if request is not None:
                     self._end(request, ABORTED, now)
                     outputs.append(output_of(request))
+        self._drop_padding_of_past()
         return outputs
+
+    def idle_until(self, now: float) -> float | None:
+        """Where nothing can run before some time unless a request arrives: that time. None: a step has work now, or
+        there is none at all."""
+        if self.running or not len(self.waiting):
+            return None
+        opens_at = self.policies.regime.opens_at(self._view(now))
+        return opens_at if opens_at > now else None
 
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
         """What an unfinished request has generated so far; None for any other."""
@@ -129,23 +135,30 @@ class Scheduler:
         return None if request is None else request.output_token_ids
 
     def switch_policies(self, policies: Policies) -> None:
-        """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order."""
+        """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order. Raises
+        ConfigError and changes nothing where the pool was not made for it."""
+        if policies.chunking.stalls_decode and (self.kv.max_step_tokens or self.max_model_len) < self.max_model_len:
+            raise ConfigError(f"chunking: whole prompts run up to max_model_len={self.max_model_len} tokens in a step; "
+                              f"the windows of this KV pool were sized for {self.kv.max_step_tokens}")
         self.policies = policies
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
         self.running.sort(key=lambda request: policies.ordering.key(request, view))
 
     def stats(self) -> EngineStats:
-        return self._counters.stats(self.kv, num_running=len(self.running), num_waiting=len(self.waiting))
+        return self._counters.stats(self.kv, self.observations.step_time.exported(), num_running=len(self.running),
+                                    num_waiting=len(self.waiting))
 
     def check(self) -> None:
         """Raises InvariantError unless requests, queues and blocks agree. For tests and debugging."""
-        self.kv.check((*self._requests.values(), *self._ended_in_flight))
+        self.kv.check((*self._requests.values(), *self._ended_in_flight, *self._batch.finished))
         queued = [*self.running, *self.waiting]
         if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
             raise InvariantError("an unfinished request is in no queue, or in two")
-        if any(request.block_tables for request in self.waiting):
-            raise InvariantError("a waiting request holds blocks")
+        if {r.request_id for r in self.waiting if r.block_tables} != self._kept.request_ids:
+            raise InvariantError("a waiting request holds blocks that nobody knows of")
+        if self._batch.finished and not self.running:
+            raise InvariantError("blocks are held for a batch that is over")
 
     # --- schedule
 
@@ -154,28 +167,37 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been updated")
         view = self._view(now)
-        step = StepBuilder(self._next_step_id, self.config.max_num_batched_tokens)
+        chunking = self.policies.chunking
+        step = StepBuilder(self._next_step_id, chunking.budget(view), self.kv, self._copies)
+        if not self.running:
+            self._batch.num_members, self._batch.is_open = 0, False
+        self._drop_padding_of_past()
         if not self.policies.ordering.is_static:
             self.running.sort(key=lambda request: self.policies.ordering.key(request, view))
-        self._continue_running(view, step)
-        if not step.has_preempted:    # blocks are short: admitting now would thrash
+        if chunking.stalls_decode:
+            self._continue_running(view, step, (r for r in self.running if self._num_tokens_to_run(r) > 1))
             self._admit_waiting(view, step)
+        if not chunking.stalls_decode or not step.num_rows:
+            self._continue_running(view, step, self.running)
+        if not chunking.stalls_decode:
+            self._admit_waiting(view, step)
+        step.add_padding(self._batch.finished)
         self._next_step_id += 1
-        self._in_flight = step.build(num_waiting=len(self.waiting), num_running=len(self.running))
+        self._in_flight = step.build(len(self.waiting), len(self.running), self.config.max_num_seqs)
         return self._in_flight
 
-    def _continue_running(self, view: SchedulerView, step: StepBuilder) -> None:
+    def _continue_running(self, view: SchedulerView, step: StepBuilder, requests: Iterable[Request]) -> None:
         num_decodes_behind = sum(1 for request in self.running if request.num_uncomputed_tokens == 1)
-        for request in tuple(self.running):
+        for request in tuple(requests):
             if request.status is not RequestStatus.RUNNING:
                 continue                                    # became a victim earlier in this pass
             if step.budget_left == 0:
                 break
             num_decodes_behind -= request.num_uncomputed_tokens == 1
             num_wanted = self._num_tokens_to_run(request)
-            num_new_tokens = self.policies.chunking(view, num_wanted, step.budget_left, num_decodes_behind)
+            num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, num_decodes_behind)
             if num_new_tokens and self._make_room(request, num_new_tokens, view, step):
-                self._add_row(request, num_new_tokens, step)
+                step.add_row(request, num_new_tokens, self._sampling_refs[request.request_id])
 
     def _num_tokens_to_run(self, request: Request) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
@@ -183,7 +205,9 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
         """Frees blocks behind the request until it can go on. False where it must itself wait."""
-        while self.kv.num_blocks_to_continue(request, num_new_tokens) > self.kv.num_free_blocks:
+        while (num_missing := self.kv.num_blocks_to_continue(request, num_new_tokens) - self.kv.num_free_blocks) > 0:
+            if self._take_from_idle(num_missing, view):
+                continue
             position = self.running.index(request)
             behind = self.running[position + 1 :]
             if not behind and position == 0:
@@ -191,79 +215,76 @@ class Scheduler:
                     raise InvariantError("a request alone does not fit the pool it was accepted for")
                 return False                                # a transfer still holds what it needs
             victim = self.policies.victim(view, behind) if behind else request
-            self._preempt(victim, view, step)
+            how = self.policies.preemption(view, victim)
+            if how is Yield.NOTHING or (how is Yield.TAIL and victim is request):
+                step.is_short_of_blocks = True              # those ahead of it go on and will free theirs
+                return False
+            self._preempt(victim, num_missing if how is Yield.TAIL else None, view, step)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, victim: Request, view: SchedulerView, step: StepBuilder) -> None:
-        if self.policies.preemption(view, victim) is not Yield.RECOMPUTE:
-            raise InvariantError("recompute is the only way to yield so far")
-        num_lost_tokens = victim.num_computed_tokens
-        self._counters.preempted(victim)
-        num_freed_blocks = self.kv.free(victim)
-        victim.num_computed_tokens = 0
+    def _take_from_idle(self, num_missing: int, view: SchedulerView) -> bool:
+        """Blocks of those who do not run: finished members of the batch, then victims that kept some."""
+        if self._batch.finished:
+            self.kv.free(self._batch.finished.pop())
+            return True
+        return self._kept.take(num_missing, self.policies.ordering, view)
+
+    def _preempt(self, victim: Request, num_missing: int | None, view: SchedulerView, step: StepBuilder) -> None:
+        """Takes the victim's last blocks as far as they are missing; None: all of them."""
+        num_computed_tokens = victim.num_computed_tokens
+        num_freed_blocks = self._kept.shrink(victim, num_missing)
         victim.num_preemptions += 1
         victim.status = RequestStatus.PREEMPTED
         self.running.remove(victim)
         self.waiting.push(victim, view)
+        self._counters.num_preemptions += 1
+        num_lost_tokens = num_computed_tokens - victim.num_computed_tokens
         step.add_preempted(Preempted(victim.request_id, num_lost_tokens, num_freed_blocks))
 
     def _admit_waiting(self, view: SchedulerView, step: StepBuilder) -> None:
-        is_gate_open = len(self.waiting) > 0 and self.policies.regime(view)
+        if step.is_short_of_blocks:    # admitting now would thrash
+            return
+        if (head := self.waiting.head(view)) is not None and not self.policies.regime.may_join(view):
+            step.refusal = Refusal(head.request_id, "regime", needed=1, available=0)
+            return
         while (request := self.waiting.head(view)) is not None:
-            hit, step.refusal = self._decide(request, is_gate_open, view, step)
+            hit, step.refusal = decide(request, self._choices.is_expecting(request), self.policies, view, step)
             if step.refusal is not None:
-                return                                      # nobody passes the head: nobody starves
+                if self._frees_kept_blocks(request, step.refusal, view):
+                    continue
+                break                                       # nobody passes the head: nobody starves
             self._start(request, hit, view)
-            num_wanted = self._num_tokens_to_run(request)
-            self._add_row(request, self.policies.chunking(view, num_wanted, step.budget_left, 0), step)
+            num_new_tokens = self.policies.chunking.share(view, self._num_tokens_to_run(request), step.budget_left, 0)
+            step.add_row(request, num_new_tokens, self._sampling_refs[request.request_id])
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
+        self._batch.is_open = step.refusal is not None and step.refusal.limit in PASSING_LIMITS
 
-    def _decide(
-        self, request: Request, is_gate_open: bool, view: SchedulerView, step: StepBuilder
-    ) -> tuple[PrefixHit, Refusal | None]:
-        """Whether the head of the queue may start. Reads only."""
-        if not is_gate_open:
-            return MISS, Refusal(request.request_id, "regime", needed=1, available=0)
-        if len(self.running) >= self.config.max_num_seqs:
-            return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
-        if step.budget_left == 0:
-            return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
-        hit = self.kv.look_up(request)
-        return hit, self.policies.admission(view, request, hit)
+    def _frees_kept_blocks(self, head: Request, refusal: Refusal, view: SchedulerView) -> bool:
+        """Where nobody runs who could free a block, victims that wait with some must give way to the head."""
+        if self.running or refusal.limit != "num_kv_blocks":
+            return False
+        num_missing = max(refusal.needed - refusal.available, 1)
+        return self._kept.take(num_missing, self.policies.ordering, view, spared=head)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
         self.waiting.remove(request)
         self.kv.start(request, hit)
+        self._kept.forget(request)
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_tokens
             self._counters.looked_up(request.num_tokens, hit.num_tokens)
         self._join_running(request, view)
         self._fork_if_due(request, view)
 
-    def _add_row(self, request: Request, num_new_tokens: int, step: StepBuilder) -> None:
-        for copy in self.kv.allocate(request, num_new_tokens):
-            step.add_transfer(self._transfer_of(copy))
-        start = request.num_computed_tokens
-        is_sampled = start + num_new_tokens == request.num_tokens
-        offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
-        step.add_row(
-            ScheduledRequest(
-                request_id=request.request_id,
-                num_computed_tokens=start,
-                token_ids=request.token_ids(start, start + num_new_tokens),
-                block_ids=request.block_tables,
-                logits_offsets=offsets if is_sampled else (),
-                sampling=self._sampling_refs[request.request_id] if is_sampled else None,
-            )
-        )
-
-    def _transfer_of(self, copy: BlockCopy) -> Transfer:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        self._copies[transfer_id] = copy
-        return Transfer(transfer_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
+    def _drop_padding_of_past(self) -> None:
+        """When the batch is over, or the regime pads no more."""
+        if self._batch.finished and not (self.running and self.policies.regime.is_padded):
+            self._ended_in_flight += self._batch.finished
+            self._batch.finished = []
+            if self._in_flight is None:
+                self._free_ended()
 
     # --- update
 
@@ -272,27 +293,25 @@ class Scheduler:
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
         self._in_flight = None
-        self._land_transfers(result)
+        self._copies.end(result.transfers_done)
         outputs: list[RequestOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests.get(row.request_id)
             if request is not None:                         # else aborted in flight
                 self._advance(request, row, row_result, now, outputs)
-        for request in self._ended_in_flight:
-            self.kv.free(request)
-        self._ended_in_flight.clear()
+        self._free_ended()
         if self._choices.has_unborn:                        # after all ends: those who ended make place for children
             for request in tuple(self.running):
                 self._fork_if_due(request, self._view(now))
-        self._observe(plan, result)
+        self._drop_padding_of_past()
+        self._counters.step_ran(plan, self.config.max_num_seqs)
+        self.observations.step_ran(plan, result)
         return outputs
 
-    def _land_transfers(self, result: StepResult) -> None:
-        for transfer_id in result.transfers_done:
-            copy = self._copies.pop(transfer_id, None)
-            if copy is None:
-                raise InvariantError(f"transfer {transfer_id} was reported done, but was not under way")
-            self.kv.copy_done(copy)
+    def _free_ended(self) -> None:
+        for request in self._ended_in_flight:
+            self.kv.free(request)
+        self._ended_in_flight.clear()
 
     def _advance(
         self, request: Request, row: ScheduledRequest, result: RowResult, now: float, outputs: list[RequestOutput]
@@ -310,21 +329,14 @@ class Scheduler:
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
         if finish is not None:
             self._end(request, finish, now)
-            self.observations.num_finished += 1
-            self.observations.num_finished_output_tokens += request.num_output_tokens
+            self.observations.request_ended(request.num_output_tokens)
         logprobs = None if result.logprobs is None else result.logprobs[:num_taken]
         outputs.append(output_of(request, result.token_ids[:num_taken], logprobs))
-
-    def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
-        self._counters.num_steps += 1
-        self.observations.num_steps += 1
-        self.observations.num_step_tokens += plan.num_tokens
-        self.observations.step_seconds += result.duration_seconds
 
     # --- one way in, one way out
 
     def _view(self, now: float) -> SchedulerView:
-        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations)
+        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations, self._batch)
 
     def _refuse_taken_id(self, request_id: str) -> None:
         if request_id in self._requests or self._choices.is_reserved(request_id):
@@ -332,12 +344,12 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self._sampling_refs[request.request_id] = SamplingRef(
-            request.sampling, request.prompt_index, request.choice_index
-        )
+        ref = SamplingRef(request.sampling, request.prompt_index, request.choice_index)
+        self._sampling_refs[request.request_id] = ref
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
         request.status = RequestStatus.RUNNING
+        self._batch.num_members += 1
 
         def key(other: Request) -> OrderingKey:
             return self.policies.ordering.key(other, view)
@@ -353,7 +365,7 @@ class Scheduler:
 
     def _start_fork(self, parent: Request, child: Request, view: SchedulerView) -> None:
         self._accept(child)
-        if len(self.running) >= self.config.max_num_seqs:
+        if not has_slot(self.policies, view):
             self.waiting.push(child, view)                  # it will find its prompt in the prefix cache
             return
         self.kv.fork(parent, child)
@@ -371,20 +383,13 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop, request.finished_at = finish.reason, finish.stop, now
-        if is_running and self._in_flight is not None:
+        if self._in_flight is not None:
             self._ended_in_flight.append(request)
+        elif is_running and self.policies.regime.is_padded and finish is not ABORTED:
+            self._batch.finished.append(request)
         else:
             self.kv.free(request)
+        self._kept.forget(request)
         self.kv.forget(request)
         self._choices.ended(request)
         self._counters.ended(request)
-
-    def _abort_unborn(self, child_ids: Iterable[str], now: float) -> list[RequestOutput]:
-        """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
-        outputs: list[RequestOutput] = []
-        for child_id in child_ids:
-            cancelled = self._choices.cancel(child_id)
-            if cancelled is not None:
-                parent_id, choice_index = cancelled
-                outputs.append(aborted_before_birth(self._requests[parent_id], child_id, choice_index, now))
-        return outputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.sched.chunking import fixed
+from paceline.sched.chunking import beside_decode
 
 from ..fakes import Setup, Stage, make_request, solo
 
@@ -59,6 +59,6 @@ def test_a_long_prompt_ahead_leaves_decode_its_tokens() -> None:
 
 def test_the_first_in_order_progresses_however_many_decode_behind() -> None:
     view = Stage(Setup()).scheduler._view(0.0)
-    assert fixed(view, 10, budget_left=4, num_decodes_behind=6) == 1
-    assert fixed(view, 10, budget_left=4, num_decodes_behind=1) == 3
-    assert fixed(view, 2, budget_left=4, num_decodes_behind=1) == 2
+    assert beside_decode(view, 10, budget_left=4, num_decodes_behind=6) == 1
+    assert beside_decode(view, 10, budget_left=4, num_decodes_behind=1) == 3
+    assert beside_decode(view, 2, budget_left=4, num_decodes_behind=1) == 2

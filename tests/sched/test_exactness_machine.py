@@ -11,6 +11,14 @@ from paceline.request import FinishReason, Request, RequestStatus
 
 from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
 
+# Not drawn: preemption never, whose admission reserves (tests/sched/test_preemption.py).
+POLICIES = {
+    "regime": st.sampled_from(["continuous", "static", "static_padded", "dynamic"]),
+    "ordering": st.sampled_from(["fcfs", "priority"]),
+    "preemption": st.sampled_from(["recompute", "recompute_tail"]),
+    "victim": st.sampled_from(["latest_arrival", "lowest_priority", "most_blocks", "most_remaining"]),
+    "chunking": st.sampled_from(["fixed", "whole", "itl_bounded"]),
+}
 SETUPS = st.builds(
     Setup,
     num_blocks=st.sampled_from([8, 9, 10, 12, 60]),
@@ -20,8 +28,9 @@ SETUPS = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     max_model_len=st.sampled_from([40, 16]),
     prefix_cache=st.sampled_from(["none", "hash"]),
-    ordering=st.sampled_from(["fcfs", "priority"]),
-    victim=st.sampled_from(["latest_arrival", "lowest_priority"]),
+    **POLICIES,
+    batch_timeout_seconds=st.sampled_from([0.0, 3.0]),
+    itl_target_ms=st.sampled_from([9.0, 20.0]),    # the executor's steps take 10
     eos_token_ids=st.sampled_from([frozenset(), frozenset({EOS, 5})]),
     transfer_delay=st.sampled_from([0, 1, 3]),
     groups=st.sampled_from([FULL_ATTENTION, (KVGroup(window=5),), (KVGroup(), KVGroup(window=3)),
@@ -111,9 +120,11 @@ class Engine(RuleBasedStateMachine):
             self.stage.scheduler.check()
 
     @precondition(lambda self: self.plan is None)
-    @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
-    def switch(self, ordering: str, victim: str) -> None:
-        self.stage.scheduler.switch_policies(make_policies(ordering, victim))
+    @rule(names=st.fixed_dictionaries(POLICIES))
+    def switch(self, names: dict[str, str]) -> None:
+        if names["chunking"] == "whole" and self.stage.setup.chunking != "whole":
+            names["chunking"] = "fixed"    # refused where windows were sized for less
+        self.stage.scheduler.switch_policies(make_policies(**names))
 
     @invariant()
     def tokens_so_far_are_those_of_the_solo_run(self) -> None:
