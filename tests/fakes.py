@@ -6,6 +6,7 @@ when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 from paceline.config import SchedulerConfig
@@ -53,6 +54,7 @@ class ShadowExecutor:
         self.groups = groups
         self.slots: list[list[Slot]] = [[POISON] * block_size for _ in range(num_blocks)]
         self.transfer_delay = transfer_delay
+        self.seconds_of: Callable[[SchedulerOutput], float] = lambda plan: 0.01
         self.steps: list[SchedulerOutput] = []
         self._unreported: list[tuple[int, int]] = []    # (step to report in, transfer id)
         self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}    # rebuilt from plans
@@ -80,7 +82,7 @@ class ShadowExecutor:
         rows = tuple(self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
         done = tuple(transfer_id for step_id, transfer_id in self._unreported if step_id <= plan.step_id)
         self._unreported = [entry for entry in self._unreported if entry[0] > plan.step_id]
-        return StepResult(plan.step_id, rows, duration_seconds=0.01, transfers_done=done)
+        return StepResult(plan.step_id, rows, duration_seconds=self.seconds_of(plan), transfers_done=done)
 
     def _row_tables(self, row: ScheduledRequest) -> list[list[int]]:
         cached = self._tables.get(row.request_id)
