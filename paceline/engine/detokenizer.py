@@ -228,8 +228,7 @@ class StopFinder:
             text.push((token_id,))
             match = text.find_stop()
             if match is not None:
-                logprobs = row.logprobs if row.logprobs is None else row.logprobs[:index]
-                return dataclasses.replace(row, token_ids=row.token_ids[:index], logprobs=logprobs, stop=match)
+                return dataclasses.replace(row.first(index), stop=match)
         return row
 
     def _text_of(self, request_id: str, stop: tuple[str, ...]) -> OutputText | None:

@@ -39,9 +39,9 @@ class Run:
 def sampling(index: int, num_tokens: int) -> SamplingParams:
     """Greedy and drawn requests side by side: their rows must not touch each other."""
     if index % 2 == 0:
-        return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=True)
+        return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     return SamplingParams(max_tokens=num_tokens, temperature=0.9, top_k=40, top_p=0.95, seed=1000 + index,
-                          ignore_eos=True, logprobs=True)
+                          ignore_eos=True, logprobs=0)
 
 
 @dataclass(frozen=True)

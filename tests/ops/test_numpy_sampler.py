@@ -12,7 +12,7 @@ from tests.runner.helpers import sampling_rows
 
 
 def draw(logits: Any, **columns: Any) -> int:
-    token_ids, _ = sample_reference(np.array([logits], np.float32), sampling_rows(1, **columns))
+    token_ids, *_ = sample_reference(np.array([logits], np.float32), sampling_rows(1, **columns))
     return int(token_ids[0])
 
 
@@ -51,9 +51,9 @@ def test_draws_follow_the_distribution() -> None:
     shares = np.array([0.1, 0.5, 0.15, 0.25])
     num_draws = 4000
     logits = np.tile(np.log(shares).astype(np.float32), (num_draws, 1))
-    ids, _ = sample_reference(logits, sampling_rows(num_draws, temperature=1.0, position=np.arange(num_draws)))
+    ids, *_ = sample_reference(logits, sampling_rows(num_draws, temperature=1.0, position=np.arange(num_draws)))
     np.testing.assert_allclose(np.bincount(ids, minlength=4) / num_draws, shares, atol=0.03)
-    cold, _ = sample_reference(logits, sampling_rows(num_draws, temperature=0.5, position=np.arange(num_draws)))
+    cold, *_ = sample_reference(logits, sampling_rows(num_draws, temperature=0.5, position=np.arange(num_draws)))
     np.testing.assert_allclose(np.bincount(cold, minlength=4) / num_draws, shares**2 / (shares**2).sum(), atol=0.03)
 
 
@@ -69,7 +69,7 @@ def test_every_part_of_the_key_changes_the_draw() -> None:
 
 def test_logprobs_are_raw() -> None:
     logits = np.log(np.array([[0.1, 0.6, 0.3]], np.float32))
-    ids, logprobs = sample_reference(logits, sampling_rows(1, temperature=0.01, top_k=1))
+    ids, logprobs, *_ = sample_reference(logits, sampling_rows(1, temperature=0.01, top_k=1))
     assert ids.tolist() == [1] and logprobs[0] == pytest.approx(np.log(0.6), abs=1e-6)
     assert sample_reference(logits, sampling_rows(1, wants_logprob=0))[1].tolist() == [0]
 
