@@ -96,7 +96,9 @@ class Range:
         return self.least <= value <= self.most and not (self.is_open and value == self.least)
 
     def __str__(self) -> str:
-        return f"it lies {'above' if self.is_open else 'between'} {self.least:g} and {'at most ' * self.is_open}{self.most:g}"
+        if self.is_open:
+            return f"it lies above {self.least:g} and at most {self.most:g}"
+        return f"it lies between {self.least:g} and {self.most:g}"
 
 
 # The one place for what the numbers may be: the server, LLM and the command line read it.

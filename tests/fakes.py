@@ -223,7 +223,7 @@ class Stage:
             self.outputs.append(output)
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.prompt_logprobs:
-                assert not self.tokens[output.request_id] or output.token_ids, "scores of a prompt after its first token"
+                assert not self.tokens[output.request_id] or output.token_ids, "scores after a token"
                 self.scores.setdefault(output.request_id, []).extend(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output

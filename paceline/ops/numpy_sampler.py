@@ -22,7 +22,7 @@ Per row of raw logits (float32 throughout, but for probabilities):
 Log-probabilities are those under the raw logits; the best tokens are ordered (logit descending, id ascending). A row
 with a target draws nothing: its token is the target.
 
-vLLM has this order (allowed, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p) and no typical_p.
+vLLM has this order (allowed, bad words, min_tokens, bias, penalties, temperature, min_p, top_k, top_p), no typical_p.
 transformers puts bias and repetition penalty first, then its bans, temperature, top_k, top_p, min_p, typical_p; the
 results differ only where min_p meets top_p (there top_p sees the tail that min_p would drop).
 
@@ -175,6 +175,7 @@ def sample_reference(
         if sampling.wants_logprob[row] and token_ids[row] >= 0:
             logprobs[row] = log_probability(logits[row], int(token_ids[row]))
         if extras is not None and entry is not None and top_ids is not None and top_logprobs is not None:
-            for rank, token in enumerate(best_tokens(logits[row], extras.num_top[entry]) if token_ids[row] >= 0 else ()):
+            num_top = extras.num_top[entry] if token_ids[row] >= 0 else 0
+            for rank, token in enumerate(best_tokens(logits[row], num_top)):
                 top_ids[entry, rank], top_logprobs[entry, rank] = token, log_probability(logits[row], token)
     return token_ids, logprobs, top_ids, top_logprobs

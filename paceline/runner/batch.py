@@ -7,6 +7,7 @@ tuple whenever a block is added or replaced). The cache holds the rows of the la
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +96,9 @@ class BatchBuilder:
                                 ref.choice_index, row.num_computed_tokens + offset + 1, params.logprobs is not None))
         fields = list(zip(*columns, strict=True)) or [()] * 8
         dtypes = (np.float32, np.int32, np.float32, np.uint64, np.uint32, np.uint32, np.uint64, np.uint8)
-        arrays = (np.array(values, dtype) for values, dtype in zip(fields, dtypes, strict=True))
-        return SamplingBatch(*arrays, extras=self._extras.build(entries))
+        arrays: list[Any] = [np.array(values, dtype) for values, dtype in zip(fields, dtypes, strict=True)]
+        arrays.append(self._extras.build(entries))
+        return SamplingBatch(*arrays)
 
 
 def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..clock import Clock
 from ..errors import InvariantError, StepFailed
 from ..ops.interface import KVSpec, SamplingExtras, StepOutput, StepRunner
-from ..sched.plan import KVLayout, RowResult, ScoredToken, SchedulerOutput, StepResult, Ticket, TopLogprobs
+from ..sched.plan import KVLayout, RowResult, SchedulerOutput, ScoredToken, StepResult, Ticket, TopLogprobs
 from .batch import BatchBuilder
 
 

@@ -104,8 +104,9 @@ class ExtrasBuilder:
         known = self._known.get(row.request_id)
         if known is None or known.ref is not ref:
             params = ref.params
-            known = _Known(row.request_id, ref, _tokens(params.allowed_token_ids or ()), _tokens([one for one, _ in params.logit_bias]),
-                           np.array([bias for _, bias in params.logit_bias], np.float32))
+            known = _Known(row.request_id, ref, allowed=_tokens(params.allowed_token_ids or ()),
+                           biased=_tokens([token_id for token_id, _ in params.logit_bias]),
+                           bias=np.array([bias for _, bias in params.logit_bias], np.float32))
         if ref.looks_back:
             if row.history is None:
                 raise InvariantError(f"{row.request_id} looks back, but its row has no history")

@@ -1,8 +1,8 @@
 """What a row of a request with more than plain sampling carries: its token history, and prompt tokens to score.
 
-A prompt token is scored by the logits of the token before it, so position p scores token p + 1, and a request that still
-has tokens to score cannot take their positions from the prefix cache: it takes no hit at all. `num_scored_tokens` counts
-what was reported (the first token, which nothing predicts, included); a preempted request scores only the rest again.
+A prompt token is scored by the logits of the token before it, so position p scores token p + 1, and a request that
+still has tokens to score cannot take their positions from the prefix cache: it takes no hit at all. `num_scored_tokens`
+counts what was reported (the first token, which nothing predicts, included); a preempted request scores only the rest.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .plan import Preempted, Refusal, ScheduledRequest, SchedulerOutput, Transfer
 
-
-# Prompt tokens scored in a step, of all rows together. Each takes a row of logits (600 kB with a vocabulary of 150,000),
-# so this bounds them to some 80 MB; prompts that want it run in smaller pieces. Pieces change no bit of the result.
+# Prompt tokens scored in a step, of all rows together. Each takes a row of logits, 600 kB with a vocabulary of 150,000:
+# this bounds them to some 80 MB; prompts that want it run in smaller pieces. Pieces change no bit of the result.
 MAX_SCORED_TOKENS = 128
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from ..engine.detokenizer import OutputText, shown_token_ids
+from ..engine.detokenizer import OutputText
 from ..engine.messages import RequestOutput
 from ..model.tokenizer import Tokenizer
-from ..request import FinishReason
+from ..request import FinishReason, SamplingParams
 from .engine_port import Engine, RequestStream
 from .openai import Call
 from .replies import HttpError
@@ -22,8 +22,8 @@ PUBLIC_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 class Choice:
     """The text of one choice as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._text = OutputText(tokenizer, stop)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._text = OutputText.of(tokenizer, params)
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
@@ -32,14 +32,12 @@ class Choice:
         """The text that became certain with this output."""
         self.num_tokens += len(output.token_ids)
         self.num_cached_tokens = output.num_cached_tokens
-        stop = output.stop
-        text = self._text.push(shown_token_ids(output.token_ids, stop))
         if output.finish_reason is None:
-            return text
+            return self._text.push(output.token_ids)
         self.finish_reason = PUBLIC_REASONS.get(output.finish_reason)
         if self.finish_reason is None:
             raise _failure(output.finish_reason)
-        return text + self._text.finish(None if stop is None else stop.num_text_chars)
+        return self._text.end(output.token_ids, output.stop)
 
 
 def _failure(reason: FinishReason) -> HttpError:
@@ -62,7 +60,7 @@ class Generation:
             raise
         tokenizer = engine.model.tokenizer
         self.choices = [
-            Choice(tokenizer, submit.sampling.stop) for submit in call.submits for _ in range(call.num_choices)
+            Choice(tokenizer, submit.sampling) for submit in call.submits for _ in range(call.num_choices)
         ]
 
     @property

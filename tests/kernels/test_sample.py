@@ -74,7 +74,8 @@ def could_be(logits: Floats, sampling: SamplingBatch, row: int, token: int, slac
                         int(sampling.position[row]))
     top_k, top_p = int(sampling.top_k[row]), float(sampling.top_p[row])
     for factors in itertools.product((1 - slack, 1 + slack), repeat=3):
-        wide = [limit if limit in (0.0, 1.0) else limit * f for limit, f in zip((top_p, min_p, typical_p), factors)]
+        wide = [limit if limit in (0.0, 1.0) else limit * factor
+                for limit, factor in zip((top_p, min_p, typical_p), factors, strict=True)]
         kept = sampler.kept_ids(scaled, top_k, *wide)
         if token not in kept:
             continue

@@ -90,7 +90,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(kernels: ModuleType, path: str
 def test_a_large_vocabulary_is_cut_like_the_reference(kernels: ModuleType, path: str, limits: dict[str, float],
                                                       top: tuple[int, float]) -> None:
     logits = language_like(np.random.default_rng(6), 12, 5003)
-    sampling = replace(batch(12, 1.3, *top), extras=make_extras({i: limits for i in range(12)}))
+    sampling = replace(batch(12, 1.3, *top), extras=make_extras(dict.fromkeys(range(12), limits)))
     ids, logprobs, *_ = draw_all(kernels, path, logits, sampling)
     assert assert_agree(logits, sampling, ids, logprobs) >= 11
 
@@ -98,7 +98,7 @@ def test_a_large_vocabulary_is_cut_like_the_reference(kernels: ModuleType, path:
 def drawn(kernels: ModuleType, path: str, logits: Any, asked: dict[str, Any], temperature: float = 1.0,
           num_draws: int = 400) -> set[int]:
     rows = np.array([logits], np.float32).repeat(num_draws, 0)
-    sampling = replace(batch(num_draws, temperature), extras=make_extras({i: asked for i in range(num_draws)}))
+    sampling = replace(batch(num_draws, temperature), extras=make_extras(dict.fromkeys(range(num_draws), asked)))
     return set(draw_all(kernels, path, rows, sampling)[0].tolist())
 
 

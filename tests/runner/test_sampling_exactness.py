@@ -1,5 +1,5 @@
-"""Every sampling parameter at once, through the real scheduler and executor: alone, crowded, cut, preempted, found in the
-prefix cache, with or without the executor's caches, a request's tokens and log-probabilities are the same bits."""
+"""Every sampling parameter at once, through the real scheduler and executor: alone, crowded, cut, preempted, found in
+the prefix cache, with or without the executor's caches, tokens and log-probabilities are the same bits."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class FakeEngine:
         self.submitted.append(message)
         stream = FakeStream(self, message.request_id, message.num_choices)
         for index in range(message.num_choices):
-            text = OutputText(self.model.tokenizer, message.sampling.stop)
+            text = OutputText.of(self.model.tokenizer, message.sampling)
             choice = FakeChoice(message, index, text)
             self._running[choice.request_id] = choice
             self._streams[choice.request_id] = stream
