@@ -107,7 +107,8 @@ def test_the_edges_of_sampling_are_legal(server: RunningServer, name: str, value
 
 def test_what_was_asked_reaches_the_engine(server: RunningServer) -> None:
     asked = {"min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.5, "presence_penalty": -1,
-             "frequency_penalty": 0.5, "min_tokens": 3, "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True}
+             "frequency_penalty": 0.5, "min_tokens": 3, "include_stop_str_in_output": True,
+             "skip_special_tokens": False, "ignore_eos": True}
     shaped = {"logit_bias": {"5": -100, "7": 2}, "allowed_token_ids": [9, 5, 9], "bad_words": ["ab"]}
     for answer in (server.completion, server.chat):
         assert answer(**asked, **shaped).status_code == 200
