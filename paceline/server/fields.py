@@ -118,7 +118,7 @@ COMMON: dict[str, Field] = {
     "ignore_eos": Field("boolean", False, note="generate past the model's end tokens"),
     "skip_special_tokens": Field("boolean", True, note="special tokens give no text"),
     "include_stop_str_in_output": Field("boolean", False, note="the text keeps what stopped it"),
-    "truncate_prompt_tokens": Field("integer", None, -1, None, "keep its last tokens; -1: as many as leave room"),
+    "truncate_prompt_tokens": Field("integer", None, -1, None, "keep the prompt's last so many; -1: all that fit"),
     "user": Field("string", None, 0, 1024, "becomes the tenant"),
     "priority": Field("integer", 0, -(1 << 31), (1 << 31) - 1, "lower is served first, where the server looks at it"),
     "cache_salt": Field("string", None, 1, 1024, "shares cached prompts only with requests of the same salt"),
