@@ -181,8 +181,9 @@ class Scheduler:
     def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
         num_tokens = request.num_uncomputed_tokens - self._choices.is_expecting(request)
-        is_plain = self._sampling_refs[request.request_id].is_plain
-        return num_tokens if is_plain else num_tokens_within(request, num_tokens, step.scored_left)
+        if request.sampling.prompt_logprobs is None:
+            return num_tokens
+        return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
         """Frees blocks behind the request until it can go on. False where it must itself wait."""
@@ -315,7 +316,8 @@ class Scheduler:
         if row.sampling is None:
             outputs += news_of_scores(request, row, result)
             return
-        news_of_scores(request, row, result)                # what they are goes with the token
+        if row.scored is not None:
+            news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
@@ -323,7 +325,7 @@ class Scheduler:
             self._end(request, finish, now)
             self.observations.num_finished += 1
             self.observations.num_finished_output_tokens += request.num_output_tokens
-        outputs.append(output_of(request, result.first(num_taken)))
+        outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
 
     def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
         self._counters.num_steps += 1

@@ -47,6 +47,22 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert kept([5, 5, 5, 5], top_p=0.5) == [0, 1]
 
 
+def test_min_p_comes_before_top_p() -> None:
+    """What min_p drops is not there when top_p adds up shares; transformers does it the other way round."""
+    logits = np.log(np.array([0.4, 0.35, 0.05, 0.1, 0.1], np.float32))
+    assert kept_ids(logits, 0, 0.74).tolist() == [0, 1]
+    assert kept_ids(logits, 0, 0.53, min_p=0.5).tolist() == [0]        # 0.4 of 0.75
+    assert kept_ids(logits, 0, 0.53).tolist() == [0, 1]
+    assert kept_ids(logits, 1, 1.0, min_p=0.5).tolist() == [0]
+
+
+def test_typical_p_takes_the_most_typical_first() -> None:
+    logits = np.log(np.array([0.3, *[0.07] * 10], np.float32))
+    assert kept_ids(logits, 0, 1.0, typical_p=0.5).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert kept_ids(logits, 0, 1.0, typical_p=0.01).tolist() == [1]
+    assert kept_ids(logits, 3, 1.0, typical_p=0.01).tolist() == [0]    # of what top_k left
+
+
 def test_draws_follow_the_distribution() -> None:
     shares = np.array([0.1, 0.5, 0.15, 0.25])
     num_draws = 4000
