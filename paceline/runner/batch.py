@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvariantError, StepFailed
+from ..kv.groups import NULL_BLOCK
 from ..ops.interface import ForwardBatch, SamplingBatch
 from ..sched.plan import InputToken, LastSampled, ScheduledRequest, SchedulerOutput, TransferKind
 from .extras import Entry, ExtrasBuilder
@@ -26,8 +27,9 @@ SCORED = (0.0, 0, 1.0, 0, 0, 0, 0, True)    # the columns of a position that is 
 class BatchBuilder:
     """Builds the arrays of a step."""
 
-    def __init__(self) -> None:
-        self._tables: dict[str, tuple[tuple[int, ...], NDArray[np.int32]]] = {}
+    def __init__(self, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
+        self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], NDArray[np.int32]]] = {}
         self._extras = ExtrasBuilder()
 
     def build(self, plan: SchedulerOutput, last_sampled: Mapping[str, int]) -> ForwardBatch:
@@ -61,15 +63,15 @@ class BatchBuilder:
         before, self._tables = self._tables, {}    # rows that left are forgotten
         tables: list[NDArray[np.int32]] = []
         for row in rows:
-            (block_ids,) = row.block_ids    # one KV group so far
             cached = before.get(row.request_id)
-            if cached is None or cached[0] is not block_ids:
-                cached = (block_ids, np.array(block_ids, np.int32))
+            if cached is None or cached[0] is not row.block_ids:
+                cached = (row.block_ids, _padded(row.block_ids))
             self._tables[row.request_id] = cached
             tables.append(cached[1])
-        stacked = np.zeros((len(rows), max(map(len, tables), default=1)), np.int32)
+        longest = max((table.shape[1] for table in tables), default=1)
+        stacked = np.zeros((self._num_groups, len(rows), longest), np.int32)
         for r, table in enumerate(tables):
-            stacked[r, : len(table)] = table
+            stacked[:, r, : table.shape[1]] = table
         return stacked
 
     def _sampling_batch(self, rows: Sequence[ScheduledRequest], token_ids: list[int],
@@ -101,6 +103,12 @@ class BatchBuilder:
         return SamplingBatch(*arrays)
 
 
+def _padded(block_ids: tuple[tuple[int, ...], ...]) -> NDArray[np.int32]:
+    """The tables of a request's groups as one array; they may differ in length before a step needs them all."""
+    longest = max(map(len, block_ids))
+    return np.array([table + (NULL_BLOCK,) * (longest - len(table)) for table in block_ids], np.int32)
+
+
 def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[str, int]) -> int:
     if not isinstance(token, LastSampled):
         return token
@@ -113,7 +121,7 @@ def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[st
 
 def _copies(plan: SchedulerOutput) -> NDArray[np.int32]:
     for transfer in plan.transfers:
-        if transfer.kind is not TransferKind.COPY or transfer.kv_group != 0:
+        if transfer.kind is not TransferKind.COPY:
             raise InvariantError(f"this executor does not run {transfer}")
     pairs = [(transfer.source, transfer.destination) for transfer in plan.transfers]
     return np.array(pairs, np.int32).reshape(len(pairs), 2)
