@@ -167,11 +167,12 @@ def test_every_sampling_flag_reaches_the_engine(capsys) -> None:
     base = ("generate", MODEL, "The capital of France is", "--max-tokens", "8", "--num-kv-blocks", "512")
     plain = run(*base, capsys=capsys)[1]
     assert "Paris" in plain
-    for flags in (("--bad-words", "Paris"), ("--stop", "Par"), ("--logit-bias", "28:100"), ("--repetition-penalty", "50"),
-                  ("--truncate-prompt-tokens", "1")):
+    for flags in (("--bad-words", "Paris"), ("--stop", "Par"), ("--logit-bias", "28:100"),
+                  ("--repetition-penalty", "50"), ("--truncate-prompt-tokens", "1")):
         assert run(*base, *flags, capsys=capsys)[1] != plain, flags
     hot = (*base, "--temperature", "2", "--seed", "5")
-    for flags in (("--min-p", "1"), ("--typical-p", "1e-9"), ("--frequency-penalty", "2"), ("--presence-penalty", "-2")):
+    for flags in (("--min-p", "1"), ("--typical-p", "1e-9"), ("--frequency-penalty", "2"),
+                  ("--presence-penalty", "-2")):
         assert run(*hot, *flags, capsys=capsys)[1] != run(*hot, capsys=capsys)[1], flags
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDead
@@ -19,6 +21,7 @@ from .engine_port import Engine
 from .generation import Generation
 from .logprobs import ChoiceLogprobs, Entry, joined
 from .openai import Answer, Call, answer_of, usage_of
+from .prompts import off_loop
 from .replies import as_http_error, json_response
 from .sse import DONE, ChunkEvents, error_event
 
@@ -103,19 +106,35 @@ class Reply:
         async for piece in generation.steps():
             texts[piece.number].append(piece.text)
             entries[piece.number] += piece.entries
-        echoes = self._echoes()
-        # With nothing to generate there are no choices that finished: the limit of no tokens was reached.
-        answers = [Answer(echo, "length") for echo in echoes] if not generation.choices else []
-        for number, echo in zip(generation.answered(), echoes, strict=False):
-            text, reason = "".join(texts[number]), generation.choices[number].finish_reason or "length"
-            logprobs = self._logprobs(generation, number)
-            whole = joined(logprobs.opening(echo), logprobs.of(entries[number]))
-            answers.append(Answer(echo + text, reason, whole))
         usage = usage_of(self._call, generation.num_completion_tokens, generation.num_cached_tokens)
-        response = json_response(answer_of(self._call, answers, usage), headers=ignored_header(self._call.ignored))
+
+        def respond() -> Response:
+            answers = self._answers(generation, ["".join(text) for text in texts], entries)
+            return json_response(answer_of(self._call, answers, usage), headers=ignored_header(self._call.ignored))
+
+        response = await off_loop(self._num_logprobs(usage), respond)
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
+
+    def _answers(
+        self, generation: Generation, texts: Sequence[str], entries: Sequence[Sequence[Entry]]
+    ) -> list[Answer]:
+        """The choices to answer with, from the texts and entries of all that were generated."""
+        if not generation.choices:    # nothing was to be generated: the limit of no tokens was reached
+            return [Answer(echo, "length") for echo in self._echoes()]
+        answers = []
+        for number, echo in zip(generation.answered(), self._echoes(), strict=True):
+            logprobs = self._logprobs(generation, number)
+            told = joined(logprobs.opening(echo), logprobs.of(entries[number]))
+            reason = generation.choices[number].finish_reason or "length"
+            answers.append(Answer(echo + texts[number], reason, told))
+        return answers
+
+    def _num_logprobs(self, usage: Mapping[str, Any]) -> int:
+        """How many values the answer tells, at most: the work of telling them."""
+        num_top = self._call.num_top_logprobs
+        return 0 if num_top is None else (1 + num_top) * self._call.num_choices * int(usage["total_tokens"])
 
     async def _write_stream(self, generation: Generation, send: Send) -> None:
         events = ChunkEvents(self._call)
@@ -127,7 +146,8 @@ class Reply:
             number = piece.number
             if number not in opened:
                 opened[number] = self._logprobs(generation, number)
-                told = opened[number].opening(echoes[number])
+                num_values = self._num_logprobs(usage_of(self._call, 0, 0)) if self._call.echoes is not None else 0
+                told = await off_loop(num_values, partial(opened[number].opening, echoes[number]))
                 await self._send_events(send, self._opening(events, number, echoes[number], told))
             if piece.text or piece.entries:
                 await self._send_events(send, (events.text(number, piece.text, opened[number].of(piece.entries)),))
