@@ -266,6 +266,30 @@ Out<float> add(const std::string& path, nb::object x_given, nb::object y_given, 
   return out;
 }
 
+Out<float> add_gated(const std::string& path, nb::object x_given, nb::object y_given, nb::object gate_given) {
+  const KernelTable& table = find_table(path);
+  const auto y = float_rows("y", y_given);
+  const auto gate = float_vector("gate", gate_given);
+  const auto x = float_rows("x", x_given);
+  if (x.shape(0) != y.shape(0) || x.shape(1) != y.shape(1)) refuse("y: needs the shape of x");
+  if (gate.shape(0) != x.shape(0)) refuse("gate: needs one entry for each row of x");
+  return changed(x_given, [&](float* to, int64_t width, int64_t rows) {
+    table.add_gated(to, y.data(), gate.data(), width, 0, rows);
+  });
+}
+
+Out<float> route(const std::string& path, nb::object logits_given, int64_t top_k, bool renormalise) {
+  const KernelTable& table = find_table(path);
+  const auto logits = float_rows("logits", logits_given);
+  const int64_t num_experts = static_cast<int64_t>(logits.shape(1));
+  if (top_k < 1 || top_k > num_experts) refuse("top_k: must be from 1 to the number of experts");
+  Out<float> out = make_array<float>({logits.shape(0), static_cast<size_t>(2 * top_k)});
+  float* to = out.data();
+  nb::gil_scoped_release unlocked;
+  table.route(logits.data(), num_experts, top_k, renormalise, to, 0, static_cast<int64_t>(logits.shape(0)));
+  return out;
+}
+
 Out<float> exp_of(const std::string& path, nb::object x_given) {
   const KernelTable& table = find_table(path);
   const auto x = float_vector("x", x_given);
@@ -340,6 +364,8 @@ void bind_linear(nb::module_& m) {
   m.def("add", &add, "path"_a, "x"_a, "y"_a, "scale"_a = 1.0f);
   m.def("scale", &paceline::scale, "path"_a, "x"_a, "factor"_a);
   m.def("softcap", &softcap, "path"_a, "x"_a, "cap"_a);
+  m.def("add_gated", &add_gated, "path"_a, "x"_a, "y"_a, "gate"_a);
+  m.def("route", &route, "path"_a, "logits"_a, "top_k"_a, "renormalise"_a);
   m.def("exp", &exp_of, "path"_a, "x"_a);
   m.def("quantize", &quantize, "path"_a, "x"_a, "(q, scale, sum): what int8 and int4 kernels make of their input.");
   m.def("round_bf16", &round_bf16, "path"_a, "x"_a, "What the bf16 kernel makes of its input, as raw bits.");

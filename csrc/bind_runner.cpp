@@ -94,10 +94,13 @@ void make_runner(Runner* self, const std::string& path, int num_threads, const s
                  int64_t head_dim, int64_t vocab_size, nb::dict kv) {
   ProgramSpec spec;
   for (const auto& [id, rows, width] : buffers) {
-    if (rows != "tokens" && rows != "wanted") {
-      refuse("buffer " + std::to_string(id) + ": rows must be tokens or wanted, got " + rows);
+    static const std::map<std::string, Rows> known = {
+        {"tokens", Rows::tokens}, {"wanted", Rows::wanted}, {"routed", Rows::routed}};
+    const auto found = known.find(rows);
+    if (found == known.end()) {
+      refuse("buffer " + std::to_string(id) + ": rows must be tokens, wanted or routed, got " + rows);
     }
-    spec.buffers.push_back({id, rows == "wanted", width});
+    spec.buffers.push_back({id, found->second, width});
   }
   for (const auto& [verb, inputs, output, names, attrs] : nodes) spec.nodes.push_back({verb, inputs, output, names, attrs});
   for (auto item : weights) {

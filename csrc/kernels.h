@@ -141,8 +141,17 @@ struct KernelTable {
   void (*silu_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
   void (*gelu_tanh_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
   void (*add)(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last);    // x += scale * y
+  // x += sigmoid(gate) * y, one gate a row.
+  void (*add_gated)(float* x, const float* y, const float* gate, int64_t width, int64_t first, int64_t last);
   void (*scale)(float* x, float factor, int64_t width, int64_t first, int64_t last);
   void (*softcap)(float* x, float cap, int64_t width, int64_t first, int64_t last);    // x = cap * tanh(x / cap)
+  // routes [row][2 top_k]: ids (as floats) of the top_k largest logits, ascending, then their shares. Ids are always
+  // top_k different ones, whatever the logits hold.
+  void (*route)(const float* logits, int64_t num_experts, int64_t top_k, bool renormalise, float* routes, int64_t first,
+                int64_t last);
+  // out[t] = sum over j of share j of token t * x[rows[t * top_k + j]], j ascending
+  void (*combine)(const float* x, const float* routes, const int32_t* rows, int64_t top_k, int64_t width, float* out,
+                  int64_t first, int64_t last);
   void (*exp)(const float* x, float* out, int64_t count);    // what softmax and silu use, for tests
   void (*prepare)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 

@@ -24,8 +24,13 @@ void rms_norm_slices(float* x, const float* weight, float eps, int64_t stride, i
 void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
 void gelu_tanh_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
 void add_rows(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last);
+void add_gated(float* x, const float* y, const float* gate, int64_t width, int64_t first, int64_t last);
 void scale_rows(float* x, float factor, int64_t width, int64_t first, int64_t last);
 void softcap_rows(float* x, float cap, int64_t width, int64_t first, int64_t last);
+void route(const float* logits, int64_t num_experts, int64_t top_k, bool renormalise, float* routes, int64_t first,
+           int64_t last);
+void combine(const float* x, const float* routes, const int32_t* rows, int64_t top_k, int64_t width, float* out, int64_t first,
+             int64_t last);
 void exp_values(const float* x, float* out, int64_t count);
 void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 

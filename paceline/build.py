@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from . import __version__
@@ -20,14 +21,22 @@ from .engine.detokenizer import StopFinder
 from .engine.events import EngineEvents, Listener
 from .engine.messages import Ready, RequestOutput
 from .engine.transport import TRANSPORTS
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .kv.groups import KVBudget, KVGroup
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
-from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
+from .model.chat_template import ChatTemplate, template_from_file
+from .model.decoder import (
+    estimated_weights_bytes,
+    num_active_weights,
+    num_matrix_weights,
+    record_decoder,
+    weights_bytes,
+)
 from .model.layer_groups import LayerGroup, layer_groups
 from .model.loader import ModelFiles, open_model
 from .model.rope import rope_choice
+from .model.spec import ModelSpec
 from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
@@ -35,7 +44,7 @@ from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, check_weights_memory, kv_bytes, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -129,8 +138,9 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
     backend = make_backend(config.isa, config.num_threads, notice)
-    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
     max_model_len = config.max_model_len or limit
+    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
+    check_tables_memory(max_model_len, files.spec.rotated_dims)
     program = record_decoder(files.spec, files.weights, backend, config.dtype, max_model_len, progress)
     return LoadedModel(files, backend, program, config, max_model_len)
 
@@ -192,10 +202,21 @@ def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: Schedul
                  fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
 
 
-def served_model(name: str, ready: Ready, revision: str | None = None) -> ServedModel:
-    files = opened(name, revision)
+def chat_template(config: ModelConfig) -> ChatTemplate | None:
+    """The model's own, or what --chat-template names instead of it."""
+    files = opened(config.model, config.revision)
+    if config.chat_template is None:
+        return files.chat_template
+    try:
+        return template_from_file(Path(config.chat_template), files.tokenizer.special_tokens)
+    except ModelError as error:
+        raise ConfigError(f"--chat-template {error}") from error
+
+
+def served_model(config: ModelConfig, ready: Ready) -> ServedModel:
+    files = opened(config.model, config.revision)
     return ServedModel(
-        tokenizer=files.tokenizer, chat_template=files.chat_template, max_model_len=ready.max_model_len,
+        tokenizer=files.tokenizer, chat_template=chat_template(config), max_model_len=ready.max_model_len,
         eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint, reads_priority=ready.reads_priority,
         vocab_size=min(files.spec.vocab_size, files.tokenizer.vocab_size))
 
@@ -212,13 +233,14 @@ def draw_seed() -> int:
 
 
 def build_llm(config: EngineConfig) -> llm_module.LLM:
-    return llm_around(load_engine(config), config.model.model, config.model.revision)
+    chat_template(config.model)    # a mistake in it is told before the weights are packed
+    return llm_around(load_engine(config), config.model)
 
 
-def llm_around(engine: Engine, model_name: str, revision: str | None = None) -> llm_module.LLM:
+def llm_around(engine: Engine, config: ModelConfig) -> llm_module.LLM:
     for text in engine.ready.notices:
         notice(text)
-    served = served_model(model_name, engine.ready, revision)
+    served = served_model(config, engine.ready)
     return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
@@ -229,8 +251,7 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
     transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
-    return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
-                       server.max_queue)
+    return AsyncEngine(transport, partial(served_model, config.model), server.max_queue)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
@@ -238,7 +259,7 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
 
     check_names(config)
-    opened(config.model.model, config.model.revision)
+    chat_template(config.model)
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)
@@ -257,9 +278,19 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), info)
 
 
+def parameter_counts(spec: ModelSpec) -> dict[str, int]:
+    """Weights of matrices; where there are experts, also those that one token meets."""
+    counts = {"parameters": num_matrix_weights(spec)}
+    if spec.num_experts:
+        counts |= {"active_parameters": num_active_weights(spec), "experts": spec.num_experts,
+                   "experts_per_token": spec.experts_per_token}
+    return counts
+
+
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
     check_names(config)
+    template = chat_template(config.model)
     loaded = load_model(config.model)
     spec, groups = loaded.files.spec, kv_groups(loaded)
     kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
@@ -271,6 +302,8 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
+            **parameter_counts(spec),
+            "chat_template": config.model.chat_template or ("none" if template is None else "the model's own"),
             "system_fingerprint": loaded.fingerprint,
         },
         "memory": {

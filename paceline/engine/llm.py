@@ -117,11 +117,18 @@ class LLM:
         return done if num_generated == n else _best(done, n, sampling.get("logprobs") is not None)
 
     def chat(self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, n: int = 1, show_progress: bool = True,
+             continue_final_message: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None,
              **sampling: Any) -> list[Completion]:
-        """Answers every conversation, a list of {"role", "content"} messages, through the model's chat template."""
-        if self.model.chat_template is None:
+        """Answers every conversation, a list of {"role", "content"} messages, through the chat template.
+
+        continue_final_message goes on with the text of the last message instead of opening a turn;
+        chat_template_kwargs are further variables for the template.
+        """
+        template = self.model.chat_template
+        if template is None:
             raise RequestError("this model has no chat template; use generate", param="messages")
-        texts = [self.model.chat_template.render(list(one), add_generation_prompt=True) for one in conversations]
+        texts = [template.render(list(one), not continue_final_message, None, chat_template_kwargs,
+                                 continue_final_message) for one in conversations]
         # A rendered template carries its own special tokens; the tokenizer must not add a second BOS.
         prompts = [self.model.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, n=n, show_progress=show_progress, **sampling)

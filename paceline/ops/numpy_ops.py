@@ -102,7 +102,8 @@ class NumpyStep:
 
     def __init__(self, program: Program, cache: NumpyKVCache, batch: ForwardBatch) -> None:
         self.program, self.cache, self.batch = program, cache, batch
-        num_rows = {"tokens": len(batch.token_ids), "wanted": len(batch.wanted)}
+        num_rows = {"tokens": len(batch.token_ids), "wanted": len(batch.wanted),
+                    "routed": len(batch.token_ids) * program.experts_per_token}
         self.buffers = [np.zeros((num_rows[b.rows], b.width), dtype=np.float32) for b in program.buffers]
         self.row_of_token = np.repeat(np.arange(len(batch.row_starts) - 1), np.diff(batch.row_starts))
         self.sampled: tuple[Any, ...] = (np.zeros(len(batch.wanted), np.int32), np.zeros(len(batch.wanted), np.float32))
@@ -115,8 +116,8 @@ class NumpyStep:
         assert node.output is not None
         return self.buffers[node.output]
 
-    def matrix(self, node: Node) -> F32:
-        values: F32 = self.program.weights[node.weights[0]].payload
+    def matrix(self, node: Node, index: int = 0) -> F32:
+        values: F32 = self.program.weights[node.weights[index]].payload
         return values
 
     def vector(self, node: Node, index: int = 0) -> F32:
@@ -238,6 +239,13 @@ def add(step: NumpyStep, node: Node) -> None:
     x += y if "scale" not in node.attrs else y * np.float32(node.attrs["scale"])
 
 
+def add_gated(step: NumpyStep, node: Node) -> None:
+    x, y, gate = step.inputs(node)
+    for t in range(len(x)):
+        with np.errstate(over="ignore"):    # exp(-gate) = inf: the gate is shut
+            x[t] += y[t] / (np.float32(1) + np.exp(-gate[t]))
+
+
 def scale(step: NumpyStep, node: Node) -> None:
     step.output(node)[:] *= np.float32(node.attrs["factor"])
 
@@ -246,6 +254,49 @@ def softcap(step: NumpyStep, node: Node) -> None:
     x, cap = step.output(node), np.float32(node.attrs["cap"])
     for t in range(len(x)):
         x[t] = np.tanh(x[t] / cap) * cap
+
+
+def route(step: NumpyStep, node: Node) -> None:
+    (logits,), routes, k = step.inputs(node), step.output(node), step.attr(node, "top_k")
+    for t in range(len(logits)):
+        routes[t, :k], routes[t, k:] = chosen_experts(logits[t], k, bool(node.attrs["renormalise"]))
+
+
+def chosen_experts(logits: F32, k: int, renormalise: bool) -> tuple[NDArray[np.int64], F32]:
+    """Ids of the k experts, ascending, and their shares."""
+    chosen = np.sort(np.argsort(-logits, kind="stable")[:k])
+    with np.errstate(invalid="ignore"):    # a logit that is not finite makes all shares NaN, and the token's row
+        shares = np.exp(logits - logits.max())
+        shares = (shares / shares.sum())[chosen]
+    return chosen, shares / shares.sum() if renormalise else shares
+
+
+def routed_order(routes: F32) -> NDArray[np.int64]:
+    """What each routed row is, as token * k + rank of the expert among the token's."""
+    return np.argsort(routes[:, : routes.shape[1] // 2].reshape(-1), kind="stable")
+
+
+def gather_routed(step: NumpyStep, node: Node) -> None:
+    (x, routes), y = step.inputs(node), step.output(node)
+    y[:] = x[routed_order(routes) // (routes.shape[1] // 2)]
+
+
+def expert_linear(step: NumpyStep, node: Node) -> None:
+    (x, routes), y, first = step.inputs(node), step.output(node), step.attr(node, "out_column")
+    experts = np.sort(routes[:, : routes.shape[1] // 2].reshape(-1)).astype(np.int64)
+    for r, expert in enumerate(experts):
+        weight = step.matrix(node, expert)
+        y[r, first : first + len(weight)] = weight @ x[r]
+
+
+def combine_routed(step: NumpyStep, node: Node) -> None:
+    (x, routes), y = step.inputs(node), step.output(node)
+    k = routes.shape[1] // 2
+    row_of_choice = np.argsort(routed_order(routes)).reshape(-1, k)
+    for t in range(len(y)):
+        y[t] = 0
+        for rank in range(k):
+            y[t] += routes[t, k + rank] * x[row_of_choice[t, rank]]
 
 
 def select_wanted(step: NumpyStep, node: Node) -> None:
@@ -260,5 +311,6 @@ def sample(step: NumpyStep, node: Node) -> None:
 
 VERBS: dict[str, Callable[[NumpyStep, Node], None]] = {
     f.__name__: f for f in (embed, rms_norm, layer_norm, rms_norm_slices, linear, rope_write_kv, paged_attention,
-                            silu_mul, gelu_tanh_mul, add, scale, softcap, select_wanted, sample)
+                            silu_mul, gelu_tanh_mul, add, add_gated, scale, softcap, route, gather_routed,
+                            expert_linear, combine_routed, select_wanted, sample)
 }

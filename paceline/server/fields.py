@@ -88,8 +88,13 @@ def string(name: str, value: Any) -> str:
     return value
 
 
-KINDS = {"integer": integer, "number": number, "boolean": boolean, "string": string}
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong_type(name, "an object", value)
+    return value
 
+
+KINDS = {"integer": integer, "number": number, "boolean": boolean, "string": string, "object": json_object}
 
 
 def ranged(name: str, default: float, note: str) -> Field:
@@ -134,6 +139,8 @@ CHAT: dict[str, Field] = COMMON | {
     "add_generation_prompt": Field("boolean", None, note="open the assistant's turn"),
     "continue_final_message": Field("boolean", None, note="go on with the last message"),
     "add_special_tokens": Field("boolean", False, note="a template brings its own"),
+    "chat_template": Field("string", None, 1, 1 << 20, "only with --trust-request-chat-template"),
+    "chat_template_kwargs": Field("object", None, note="further variables for the template"),
 }
 # Served too, read by functions of their own: name -> what it is.
 SHAPED = {
@@ -189,8 +196,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none",),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "reasoning_effort": (),
     "modalities": (["text"],),

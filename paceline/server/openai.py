@@ -19,11 +19,19 @@ from ..clock import Clock
 from ..config import ServerConfig
 from ..engine.messages import Submit
 from ..engine.sampling import bad_word_tokens, check_best_of, truncated
-from ..errors import RequestError, Unsupported
+from ..errors import ModelError, RequestError, Unsupported
+from ..model.chat_template import ChatTemplate, require_chat_template
 from ..request import SamplingParams, check_sampling
 from . import fields
 from .engine_port import Engine, SeedSource, ServedModel
-from .messages import num_chars_of, read_messages, render, turn_flags, unknown_message_keys
+from .messages import (
+    num_chars_of,
+    read_messages,
+    read_variables,
+    turn_flags,
+    unknown_message_keys,
+    unread_variables,
+)
 from .prompts import Cut, Prompt, off_loop, read_prompts, split_prompts
 from .replies import HttpError
 
@@ -108,7 +116,10 @@ class CallReader:
         sampling = await self._sampling(body, values, model.max_model_len if wanted is None else wanted)
         messages = read_messages(body.get("messages"))
         unknown = unknown_message_keys(body["messages"], self.config.strict_fields)
-        prompt = await self._chat_prompt(messages, values, model)
+        template = await self._template(values["chat_template"], model)
+        variables = read_variables(values["chat_template_kwargs"])
+        unknown += unread_variables(variables, template, self.config.strict_fields)
+        prompt = await _chat_prompt(messages, values, template, model)
         length = self._max_tokens(wanted or model.max_model_len, wanted is not None, prompt, model)
         call = replace(call, is_chat=True, prompts=(prompt,), ignored=call.ignored + unknown)
         return _with_submits(call, [replace(sampling, max_tokens=length)], values, arrival_time)
@@ -185,17 +196,18 @@ class CallReader:
         check_sampling(params, model.vocab_size)
         return params
 
-    async def _chat_prompt(
-        self, messages: list[dict[str, Any]], values: Mapping[str, Any], model: ServedModel
-    ) -> Prompt:
-        template = model.chat_template
-        if template is None:
-            message = "messages: this model has no chat template; send a prompt to /v1/completions instead"
-            raise RequestError(message, "messages", "no_chat_template")
-        flags = turn_flags(messages, values["add_generation_prompt"], values["continue_final_message"])
-        text = await off_loop(num_chars_of(messages), lambda: render(template, messages, flags))
-        cut = _cutter(values, model, _wanted_tokens(values) or 1)
-        return (await read_prompts([text], model, values["add_special_tokens"], "messages", cut))[0]
+    async def _template(self, source: str | None, model: ServedModel) -> ChatTemplate:
+        """The server's chat template, or the request's own where those are trusted."""
+        if source is None:
+            return require_chat_template(model.chat_template)
+        if not self.config.trust_request_chat_template:
+            message = "not supported here; a server with --trust-request-chat-template takes it"
+            raise Unsupported(f"chat_template: {message}", "chat_template")
+        try:
+            return await off_loop(len(source), lambda: ChatTemplate(
+                source, model.tokenizer.special_tokens, where="chat_template"))
+        except ModelError as error:
+            raise RequestError(str(error), "chat_template") from error
 
     def _max_tokens(self, wanted: int, is_asked_for: bool, prompt: Prompt, model: ServedModel) -> int:
         """What was asked for, or the default, at most what the context leaves."""
@@ -206,6 +218,17 @@ class CallReader:
                 f"and prompt and output together are limited to {model.max_model_len}", "max_tokens",
                 "context_length_exceeded")
         return min(wanted, room)
+
+
+async def _chat_prompt(
+    messages: list[dict[str, Any]], values: Mapping[str, Any], template: ChatTemplate, model: ServedModel
+) -> Prompt:
+    opens_turn, continues = turn_flags(messages, values["add_generation_prompt"], values["continue_final_message"])
+    variables = values["chat_template_kwargs"]
+    text = await off_loop(
+        num_chars_of(messages), lambda: template.render(messages, opens_turn, None, variables, continues))
+    cut = _cutter(values, model, _wanted_tokens(values) or 1)
+    return (await read_prompts([text], model, values["add_special_tokens"], "messages", cut))[0]
 
 
 def _wanted_tokens(values: Mapping[str, Any]) -> int | None:

@@ -16,6 +16,7 @@ from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
 from paceline.engine.llm import LLM
 from paceline.errors import RequestError
+from paceline.model.chat_template import ChatTemplate
 from paceline.model.dummy import dummy_tokenizer
 from paceline.sched.plan import SchedulerOutput, StepResult
 from tests.fakes import VOCAB_SIZE, Setup, ShadowExecutor, Stage
@@ -38,8 +39,9 @@ def make_llm(setup: Setup | None = None, interrupted_in: int | None = None, **fa
     setup = setup or Setup()
     executor = Interrupted(setup, interrupted_in)
     core = EngineCore(Stage(setup).scheduler, executor, WallClock(), EngineEvents(lambda listener, error: None))
-    model = ServedModel(tokenizer=dummy_tokenizer(300), chat_template=None, max_model_len=setup.max_model_len,
-                        eos_token_ids=frozenset(), fingerprint="shadow", vocab_size=VOCAB_SIZE, **facts)
+    model = ServedModel(**{
+        "tokenizer": dummy_tokenizer(300), "chat_template": None, "max_model_len": setup.max_model_len,
+        "eos_token_ids": frozenset(), "fingerprint": "shadow", "vocab_size": VOCAB_SIZE, **facts})
     return LLM(core, model, WallClock(), lambda: 7, lambda: None)
 
 
@@ -70,6 +72,19 @@ def test_a_token_that_stops_is_counted_and_not_shown(llm: LLM) -> None:
     where = free.token_ids.index(stopper) + 1
     assert stopped.token_ids == free.token_ids[:where] and stopped.finish_reason == "stop"
     assert stopped.text == llm.model.tokenizer.decode(free.token_ids[: where - 1])
+
+
+def test_a_chat_is_the_rendered_prompt_and_may_go_on_with_its_last_message() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}.{% endfor %}{{ '>' if add_generation_prompt }}{{ x }}")
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+    for more, prompt in (({}, b"hi.so.>"), ({"chat_template_kwargs": {"x": "!"}}, b"hi.so.>!"),
+                         ({"continue_final_message": True}, b"hi.so")):
+        llm = make_llm(chat_template=template, vocab_size=300)
+        told = llm.chat([chat], show_progress=False, ignore_eos=True, **more)
+        assert told == generate(make_llm(vocab_size=300), [list(prompt)])
+    with pytest.raises(RequestError, match="no chat template"):
+        make_llm().chat([chat])
 
 
 def test_numbers_may_come_from_numpy(llm: LLM) -> None:

@@ -62,7 +62,7 @@ class Setup:
         """All prompts at once, or one after the other when solo; of several rounds the last is reported."""
         cache = CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks, prefix_cache=prefix_cache)
         engine = assemble(loaded or self.loaded, cache, SchedulerConfig(**schedule))
-        with llm_around(engine, "smollm2") as llm:
+        with llm_around(engine, ModelConfig()) as llm:
             for _ in range(rounds):
                 done = []
                 for group in ([prompt] for prompt in prompts) if is_solo else [list(prompts)]:
@@ -139,7 +139,7 @@ def test_a_fork_equals_the_choice_run_alone(setup) -> None:
     """Choices share prompt blocks by copy-on-write; each must equal a request that never shared anything."""
     params = replace(sampling(1, setup.num_tokens), top_k=None)
     cache = CacheConfig(num_kv_blocks=256, prefix_cache="none")
-    with llm_around(assemble(setup.loaded, cache, SchedulerConfig()), "smollm2") as llm:
+    with llm_around(assemble(setup.loaded, cache, SchedulerConfig()), ModelConfig()) as llm:
         submit = llm._submit(1, PROMPTS[1], 3, vars_of(params))
         together = llm._run([submit], show_progress=False)
         for completion in together:

@@ -327,7 +327,7 @@ def one_node(kernels: ModuleType, node: tuple[Any, ...], width: int = 32, **kv_c
 
 
 BAD_NODES: list[tuple[tuple[Any, ...], str]] = [
-    (("softmax", [0], 1, [], {}), r"node 0 \(softmax\): unknown verb; choose from add, embed"),
+    (("softmax", [0], 1, [], {}), r"node 0 \(softmax\): unknown verb; choose from add, add_gated"),
     (("add", [0, 1], 0, [], {"gain": 2.0}), r"node 0 \(add\): unknown attribute gain"),
     (("scale", [0], 1, [], {"factor": 2.0}), r"node 0 \(scale\): its output must be its input"),
     (("softcap", [0], 0, [], {"cap": 0.0}), r"node 0 \(softcap\): cap must be positive"),

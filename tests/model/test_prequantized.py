@@ -18,7 +18,8 @@ from paceline.model.prequantized import FP8_VALUES, ConvertedTensor, plain_check
 from paceline.model.stored import StoredTensor
 from paceline.ops.dequantize import bf16_bits, dequantize, from_bf16_bits
 from paceline.ops.interface import PackedLinear, SourceTensor
-from tests.runner.helpers import BACKENDS
+from paceline.ops.numpy_ops import NumpyBackend
+from tests.runner.helpers import BACKENDS, kv_of, one_row_batch
 
 from . import quantized, tiny
 
@@ -72,6 +73,26 @@ def test_a_quantised_checkpoint_is_packed_as_int4(tmp_path: Path, method: str, b
     assert isinstance(down, PackedLinear) and down.form == "int4"
     expected = values["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_allclose(packs.unpack(down), expected, atol=np.abs(expected).max() * 2.0**-10)
+
+
+@pytest.mark.parametrize("method", ("awq", "gptq"))
+def test_quantised_experts_that_are_all_the_same_are_the_plain_mlp(tmp_path: Path, method: str) -> None:
+    config, plain, _ = quantized.four_bit_checkpoint(method)
+    routed = {f"model.layers.{layer}.block_sparse_moe.gate.weight": weight(3, tiny.HIDDEN) for layer in (0, 1)}
+    for name, array in plain.items():
+        for expert in range(3):
+            at = name.replace("mlp.", f"block_sparse_moe.experts.{expert}.")
+            for which, number in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                at = at.replace(which, number)
+            routed[at] = array
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    logits = []
+    for changes, tensors in (({}, plain), (experts, routed)):
+        files = open_model(str(tiny.write_hf(tmp_path / str(len(changes)), {**config, **changes}, tensors)))
+        packs = NumpyBackend()
+        runner = packs.bind(record_decoder(files.spec, files.weights, packs, "auto", 64), kv_of(files.spec))
+        logits.append(runner.step(one_row_batch([5, 6, 7], 0, [0]), wants_logits=True).logits)
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_is_converted_before_it_is_asked_for() -> None:

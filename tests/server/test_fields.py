@@ -138,7 +138,7 @@ UNSUPPORTED: list[tuple[str, Any]] = [
 UNSUPPORTED_CHAT: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "auto"), ("tool_choice", "required"),
     ("parallel_tool_calls", False), ("functions", [{"name": "f"}]), ("echo", True), ("chat_template", "x"),
-    ("chat_template_kwargs", {"a": 1}), ("modalities", ["audio"]), ("reasoning_effort", "low"),
+    ("modalities", ["audio"]), ("reasoning_effort", "low"),
 ]
 NEUTRAL: list[tuple[str, Any]] = [
     ("logprobs", None), ("logprobs", False), ("top_logprobs", 0), ("presence_penalty", 0), ("frequency_penalty", 0.0),
