@@ -93,10 +93,12 @@ def pieces_of(chunks: list[Any]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 5}, {"max_tokens": 5, "echo": True}, {"max_tokens": 0, "echo": True},
-                                    {"max_tokens": 40, "stop": "fox j"}])
+                                    {"max_tokens": 40, "stop": "fox j"},
+                                    {"prompt": "cab" * 60, "echo": True, "logprobs": 20}])    # so many: off the loop
 def test_a_streams_pieces_join_to_the_whole(server: RunningServer, fields: dict[str, Any]) -> None:
-    whole = completion(server, prompt="cab", logprobs=3, **fields)["choices"][0]
-    chunks = events(server.completion(prompt="cab", logprobs=3, stream=True, **fields))
+    fields = {"prompt": "cab", "logprobs": 3, **fields}
+    whole = completion(server, **fields)["choices"][0]
+    chunks = events(server.completion(stream=True, **fields))
     assert pieces_of(chunks) == whole["logprobs"]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == whole["finish_reason"]
