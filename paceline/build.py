@@ -50,6 +50,7 @@ from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weigh
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
+from .sched.gate import GATES
 from .sched.ordering import ORDERINGS
 from .sched.plan import SchedulerOutput, StepResult
 from .sched.policies import Policies
@@ -69,6 +70,7 @@ def choose(table: Mapping[str, T], name: str, knob: str) -> T:
 def build_policies(config: SchedulerConfig) -> Policies:
     return Policies(
         regime=choose(REGIMES, config.regime, "regime"),
+        gate=choose(GATES, config.gate, "gate"),
         ordering=choose(ORDERINGS, config.ordering, "ordering"),
         admission=choose(ADMISSIONS, config.admission, "admission"),
         preemption=choose(PREEMPTIONS, config.preemption, "preemption"),

@@ -6,7 +6,9 @@ when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from paceline.config import SchedulerConfig
 from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup
@@ -16,6 +18,7 @@ from paceline.request import FinishReason, Request, SamplingParams
 from paceline.sched.admission import ADMISSIONS
 from paceline.sched.batching import REGIMES
 from paceline.sched.chunking import CHUNKINGS
+from paceline.sched.gate import GATES
 from paceline.sched.ordering import ORDERINGS
 from paceline.sched.outputs import RequestOutput
 from paceline.sched.plan import (
@@ -135,11 +138,13 @@ class ShadowExecutor:
                      for position, token_id in enumerate(row.scored.token_ids, first))
 
 
-def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival") -> Policies:
+def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival", admission: str = "watermark",
+                  gate: str = "none") -> Policies:
     return Policies(
         regime=REGIMES["continuous"],
+        gate=GATES[gate],
         ordering=ORDERINGS[ordering],
-        admission=ADMISSIONS["watermark"],
+        admission=ADMISSIONS[admission],
         preemption=PREEMPTIONS["recompute"],
         victim=VICTIM_RULES[victim],
         chunking=CHUNKINGS["fixed"],
@@ -172,6 +177,9 @@ class Setup:
     prefix_cache: str = "hash"
     ordering: str = "fcfs"
     victim: str = "latest_arrival"
+    admission: str = "watermark"
+    gate: str = "none"
+    knobs: Mapping[str, Any] = field(default_factory=dict)    # further ones of SchedulerConfig
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     transfer_delay: int = 0
     groups: tuple[KVGroup, ...] = FULL_ATTENTION
@@ -188,11 +196,12 @@ class Stage:
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             watermark=setup.watermark,
+            **setup.knobs,
         )
         self.scheduler = Scheduler(
             config,
             kv,
-            make_policies(setup.ordering, setup.victim),
+            make_policies(setup.ordering, setup.victim, setup.admission, setup.gate),
             max_model_len=setup.max_model_len,
             eos_token_ids=setup.eos_token_ids,
         )
@@ -277,7 +286,7 @@ def solo_stage(request: Request, setup: Setup) -> Stage:
     num_tokens = request.num_tokens + request.sampling.max_tokens
     num_blocks = (num_tokens // setup.block_size + 1) * len(setup.groups)    # few: they are checked
     roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
-                    max_num_seqs=1, transfer_delay=0)
+                    max_num_seqs=1, transfer_delay=0, admission="watermark", gate="none", knobs={})
     stage = Stage(roomy)
     stage.add(alone)
     return stage.run()

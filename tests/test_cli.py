@@ -68,8 +68,12 @@ MISTAKES = [
     (("info", MODEL, "--preset", "orca"), "'vllm'"),
     (("info", MODEL, "--max-model-len", "9000"), "8192"),
     (("info", MODEL, "--regime", "x"), "'continuous'"),
-    (("info", MODEL, "--ordering", "x"), "'priority'"),
-    (("info", MODEL, "--admission", "x"), "'watermark'"),
+    (("info", MODEL, "--ordering", "x"), "'fair', 'fcfs', 'longest_prefix', 'priority', 'shortest_prompt'"),
+    (("info", MODEL, "--admission", "x"), "'overcommit', 'reserve', 'watermark'"),
+    (("info", MODEL, "--gate", "x"), "'none', 'waiting_served'"),
+    (("info", MODEL, "--watermark", "0.1", "--admission", "reserve"), "no effect with admission='reserve'"),
+    (("serve", MODEL, "--tenant-weights", "a=2"), "tenant_weights has no effect with ordering='fcfs'"),
+    (("serve", MODEL, "--ordering", "fair", "--tenant-weights", "a"), "tenant=weight"),
     (("info", MODEL, "--preemption", "x"), "'recompute'"),
     (("info", MODEL, "--victim", "x"), "'lowest_priority'"),
     (("info", MODEL, "--chunking", "x"), "'fixed'"),
@@ -305,6 +309,17 @@ EFFECTS = [    # flag, value, and where info shows it
     ("--max-num-batched-tokens", "31", "schedule.max_num_batched_tokens"),
     ("--watermark", "0.2", "schedule.watermark"),
     ("--ordering", "priority", "schedule.ordering"),
+    ("--admission", "reserve", "schedule.admission"),
+    ("--gate", "waiting_served", "schedule.gate"),
+    ("--max-batch-prefill-tokens", "100", "schedule.max_batch_prefill_tokens"),
+    ("--ordering=priority --priority-aging-seconds", "9", "schedule.priority_aging_seconds"),
+    ("--ordering=longest_prefix --aging-tokens-per-second", "9", "schedule.aging_tokens_per_second"),
+    ("--ordering=fair --tenant-weights", "a=2", "schedule.tenant_weights"),
+    ("--ordering=fair --fair-input-weight", "9", "schedule.fair_input_weight"),
+    ("--ordering=fair --fair-output-weight", "9", "schedule.fair_output_weight"),
+    ("--admission=overcommit --overcommit-quantile", "0.5", "schedule.overcommit_quantile"),
+    ("--gate=waiting_served --waiting-served-ratio", "0.5", "schedule.waiting_served_ratio"),
+    ("--gate=waiting_served --max-waiting-tokens", "9", "schedule.max_waiting_tokens"),
     ("--victim", "lowest_priority", "schedule.victim"),
     ("--preset", "vllm", "schedule.max_num_seqs"),
 ]
@@ -313,22 +328,23 @@ EFFECTS = [    # flag, value, and where info shows it
 @pytest.mark.parametrize(("flag", "value", "place"), EFFECTS)
 def test_a_flag_changes_what_info_tells(flag: str, value: str, place: str, capsys) -> None:
     section, name = place.split(".")
-    assert info(flag, value, capsys=capsys)[section].get(name) != info(capsys=capsys)[section].get(name)
+    *policy, flag = flag.split()    # some knobs count only under one
+    assert info(*policy, flag, value, capsys=capsys)[section].get(name) != info(capsys=capsys)[section].get(name)
 
 
 TESTED_ELSEWHERE = {"revision", "chat_template"}    # tests/model/test_hub.py; above
-ONE_CHOICE_SO_FAR = {"regime", "admission", "preemption", "chunking"}    # tables of one entry; more come
+ONE_CHOICE_SO_FAR = {"regime", "preemption", "chunking"}    # tables of one entry; more come
 
 
 def test_every_engine_knob_has_an_effect_that_is_tested() -> None:
     knobs = {declared.name for group in (ModelConfig, CacheConfig, SchedulerConfig) for declared in fields(group)
              if declared.metadata["flag"]}
-    tested = {flag[2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_ELSEWHERE
+    tested = {flag.split()[-1][2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_ELSEWHERE
     assert knobs == tested | ONE_CHOICE_SO_FAR
 
 
 def test_help_names_every_policy_there_is(capsys) -> None:
-    tables = {"regime": build.REGIMES, "ordering": build.ORDERINGS, "admission": build.ADMISSIONS,
+    tables = {"regime": build.REGIMES, "gate": build.GATES, "ordering": build.ORDERINGS, "admission": build.ADMISSIONS,
               "preemption": build.PREEMPTIONS, "victim": build.VICTIM_RULES, "chunking": build.CHUNKINGS}
     for declared in fields(SchedulerConfig):
         for name in tables.get(declared.name, ()):

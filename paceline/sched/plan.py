@@ -144,6 +144,7 @@ class SchedulerOutput:
     refusal: Refusal | None = None
     num_waiting: int = 0
     num_running: int = 0
+    num_started: int = 0    # requests that left the queue in this step
 
     @property
     def num_tokens(self) -> int:

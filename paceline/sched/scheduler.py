@@ -14,36 +14,26 @@ from collections.abc import Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
-from ..kv.manager import BlockCopy, KVCacheManager
+from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import MISS, PrefixHit
 from ..request import FinishReason, Request, RequestStatus
+from .admission import prefill_room
 from .choices import Choices, choice_id
 from .counters import Counters
 from .finish import Finish, FinishRules, append_tokens
 from .limits import Limits, check_fits
-from .lookback import has_unscored, history_of, news_of_scores, num_tokens_within, sampling_ref_of, scored_by
-from .ordering import OrderingKey, WaitQueue
+from .lookback import has_unscored, news_of_scores, num_tokens_within, sampling_ref_of
+from .ordering import OrderingKey
 from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
-from .plan import (
-    Preempted,
-    Refusal,
-    RowResult,
-    SamplingRef,
-    ScheduledRequest,
-    SchedulerOutput,
-    StepResult,
-    Transfer,
-    TransferKind,
-)
+from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
 from .preemption import Yield
-from .step_builder import StepBuilder
+from .step_builder import StepBuilder, row_of
+from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
+from .wait_queue import WaitQueue
 
 ABORTED = Finish(FinishReason.ABORT)
-FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
-
-
 class Scheduler:
     """Queue, running batch and KV bookkeeping of one engine. Pure: time comes in as `now`."""
 
@@ -70,8 +60,7 @@ class Scheduler:
         self._counters = Counters()
         self._in_flight: SchedulerOutput | None = None
         self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
-        self._copies: dict[int, BlockCopy] = {}             # by transfer id, until the executor reports them done
-        self._next_transfer_id = 0
+        self._copies = CopiesUnderWay()
         self._next_step_id = 0
 
     # --- requests come and go
@@ -134,7 +123,7 @@ class Scheduler:
         self.policies = policies
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
-        self.running.sort(key=lambda request: policies.ordering.key(request, view))
+        self.running.sort(key=lambda request: policies.ordering.running_key(request, view))
 
     def stats(self) -> EngineStats:
         return self._counters.stats(self.kv, num_running=len(self.running), num_waiting=len(self.waiting))
@@ -156,8 +145,6 @@ class Scheduler:
             raise InvariantError(f"step {self._in_flight.step_id} has not been updated")
         view = self._view(now)
         step = StepBuilder(self._next_step_id, self.config.max_num_batched_tokens)
-        if not self.policies.ordering.is_static:
-            self.running.sort(key=lambda request: self.policies.ordering.key(request, view))
         self._continue_running(view, step)
         if not step.has_preempted:    # blocks are short: admitting now would thrash
             self._admit_waiting(view, step)
@@ -214,22 +201,24 @@ class Scheduler:
         step.add_preempted(Preempted(victim.request_id, num_lost_tokens, num_freed_blocks))
 
     def _admit_waiting(self, view: SchedulerView, step: StepBuilder) -> None:
-        is_gate_open = len(self.waiting) > 0 and self.policies.regime(view)
-        while (request := self.waiting.head(view)) is not None:
-            hit, step.refusal = self._decide(request, is_gate_open, view, step)
+        if (request := self.waiting.head(view)) is None:
+            return
+        if self.policies.regime(view):
+            step.refusal = self.policies.gate(view, request)
+        else:
+            step.refusal = Refusal(request.request_id, "regime", needed=1, available=0)
+        while step.refusal is None and (request := self.waiting.head(view)) is not None:
+            hit, step.refusal = self._decide(request, view, step)
             if step.refusal is not None:
                 return                                      # nobody passes the head: nobody starves
+            step.num_started += 1
             self._start(request, hit, view)
             num_wanted = self._num_tokens_to_run(request, step)
             self._add_row(request, self.policies.chunking(view, num_wanted, step.budget_left, 0), step)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
 
-    def _decide(
-        self, request: Request, is_gate_open: bool, view: SchedulerView, step: StepBuilder
-    ) -> tuple[PrefixHit, Refusal | None]:
+    def _decide(self, request: Request, view: SchedulerView, step: StepBuilder) -> tuple[PrefixHit, Refusal | None]:
         """Whether the head of the queue may start. Reads only."""
-        if not is_gate_open:
-            return MISS, Refusal(request.request_id, "regime", needed=1, available=0)
         if len(self.running) >= self.config.max_num_seqs:
             return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
         if step.budget_left == 0:
@@ -237,7 +226,7 @@ class Scheduler:
         if step.scored_left == 0 and has_unscored(request):
             return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)
         hit = MISS if has_unscored(request) else self.kv.look_up(request)
-        return hit, self.policies.admission(view, request, hit)
+        return hit, prefill_room(view, request, hit) or self.policies.admission(view, request, hit)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
         self.waiting.remove(request)
@@ -250,29 +239,8 @@ class Scheduler:
 
     def _add_row(self, request: Request, num_new_tokens: int, step: StepBuilder) -> None:
         for copy in self.kv.allocate(request, num_new_tokens):
-            step.add_transfer(self._transfer_of(copy))
-        start = request.num_computed_tokens
-        is_sampled = start + num_new_tokens == request.num_tokens
-        offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
-        ref = self._sampling_refs[request.request_id]
-        step.add_row(
-            ScheduledRequest(
-                request_id=request.request_id,
-                num_computed_tokens=start,
-                token_ids=request.token_ids(start, start + num_new_tokens),
-                block_ids=request.block_tables,
-                logits_offsets=offsets if is_sampled else (),
-                sampling=ref if is_sampled else None,
-                history=history_of(request) if is_sampled and ref.looks_back else None,
-                scored=None if ref.is_plain else scored_by(request, num_new_tokens),
-            )
-        )
-
-    def _transfer_of(self, copy: BlockCopy) -> Transfer:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        self._copies[transfer_id] = copy
-        return Transfer(transfer_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
+            step.add_transfer(self._copies.begin(copy))
+        step.add_row(row_of(request, self._sampling_refs[request.request_id], num_new_tokens))
 
     # --- update
 
@@ -281,7 +249,8 @@ class Scheduler:
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
         self._in_flight = None
-        self._land_transfers(result)
+        for copy in self._copies.land(result):
+            self.kv.copy_done(copy)
         outputs: list[RequestOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests.get(row.request_id)
@@ -293,15 +262,10 @@ class Scheduler:
         if self._choices.has_unborn:                        # after all ends: those who ended make place for children
             for request in tuple(self.running):
                 self._fork_if_due(request, self._view(now))
-        self._observe(plan, result)
+        self._counters.num_steps += 1
+        self.observations.note_step(plan, result)
+        self.observations.service.settle(self._least_served(), self.running)
         return outputs
-
-    def _land_transfers(self, result: StepResult) -> None:
-        for transfer_id in result.transfers_done:
-            copy = self._copies.pop(transfer_id, None)
-            if copy is None:
-                raise InvariantError(f"transfer {transfer_id} was reported done, but was not under way")
-            self.kv.copy_done(copy)
 
     def _advance(
         self, request: Request, row: ScheduledRequest, result: RowResult, now: float, outputs: list[RequestOutput]
@@ -311,7 +275,8 @@ class Scheduler:
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
-        self._counters.computed(request, start, end)
+        num_input_tokens = self._counters.computed(request, start, end)
+        self.observations.service.charge(request, num_input_tokens, 0, self.config)
         if row.sampling is None:
             outputs += news_of_scores(request, row, result)
             return
@@ -319,23 +284,22 @@ class Scheduler:
             news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
+        self.observations.service.charge(request, 0, num_taken, self.config)
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
         if finish is not None:
             self._end(request, finish, now)
-            self.observations.num_finished += 1
-            self.observations.num_finished_output_tokens += request.num_output_tokens
+            self.observations.note_end(request)
         outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
 
-    def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
-        self._counters.num_steps += 1
-        self.observations.num_steps += 1
-        self.observations.num_step_tokens += plan.num_tokens
-        self.observations.step_seconds += result.duration_seconds
+    def _least_served(self) -> str | None:
+        head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
+        return None if head is None else head.tenant
 
     # --- one way in, one way out
 
     def _view(self, now: float) -> SchedulerView:
-        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations)
+        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations,
+                             self.limits.max_model_len)
 
     def _refuse_taken_id(self, request_id: str) -> None:
         if request_id in self._requests or self._choices.is_reserved(request_id):
@@ -349,7 +313,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
 
         def key(other: Request) -> OrderingKey:
-            return self.policies.ordering.key(other, view)
+            return self.policies.ordering.running_key(other, view)
 
         insort(self.running, request, key=key)
 
@@ -362,7 +326,8 @@ class Scheduler:
 
     def _start_fork(self, parent: Request, child: Request, view: SchedulerView) -> None:
         self._accept(child)
-        if len(self.running) >= self.config.max_num_seqs:
+        is_full = len(self.running) >= self.config.max_num_seqs
+        if is_full or self.policies.admission(view, child, self.kv.shared_by_fork(parent)) is not None:
             self.waiting.push(child, view)                  # it will find its prompt in the prefix cache
             return
         self.kv.fork(parent, child)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from .plan import Preempted, Refusal, ScheduledRequest, SchedulerOutput, Transfer
+from ..request import Request
+from .lookback import history_of, scored_by
+from .plan import Preempted, Refusal, SamplingRef, ScheduledRequest, SchedulerOutput, Transfer
 
 # Prompt tokens scored in a step, of all rows together. Each takes a row of logits, 600 kB with a vocabulary of 150,000:
 # this bounds them to some 80 MB; prompts that want it run in smaller pieces. Pieces change no bit of the result.
 MAX_SCORED_TOKENS = 128
+FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
 
 
 class StepBuilder:
@@ -17,6 +20,7 @@ class StepBuilder:
         self.budget_left = token_budget
         self.scored_left = MAX_SCORED_TOKENS
         self.refusal: Refusal | None = None
+        self.num_started = 0
         self._rows: list[ScheduledRequest] = []
         self._transfers: list[Transfer] = []
         self._preempted: list[Preempted] = []
@@ -46,4 +50,22 @@ class StepBuilder:
             refusal=self.refusal,
             num_waiting=num_waiting,
             num_running=num_running,
+            num_started=self.num_started,
         )
+
+
+def row_of(request: Request, ref: SamplingRef, num_new_tokens: int) -> ScheduledRequest:
+    """The request's next tokens as a row; its blocks are there already."""
+    start = request.num_computed_tokens
+    is_sampled = start + num_new_tokens == request.num_tokens
+    offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
+    return ScheduledRequest(
+        request_id=request.request_id,
+        num_computed_tokens=start,
+        token_ids=request.token_ids(start, start + num_new_tokens),
+        block_ids=request.block_tables,
+        logits_offsets=offsets if is_sampled else (),
+        sampling=ref if is_sampled else None,
+        history=history_of(request) if is_sampled and ref.looks_back else None,
+        scored=None if ref.is_plain else scored_by(request, num_new_tokens),
+    )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..config import SchedulerConfig
 from ..kv.prefix_hash import PrefixHit
 from ..request import Request
+from .observed import OutputLengths, TenantService
+from .plan import SchedulerOutput, StepResult
 
 
 class WaitingView(Protocol):
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
 
 
 class KVView(Protocol):
@@ -26,7 +30,13 @@ class KVView(Protocol):
 
     def num_blocks_for(self, num_tokens: int) -> int: ...
 
+    def look_up(self, request: Request) -> PrefixHit: ...
+
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int: ...
+
+    def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int: ...
+
+    def num_blocks_to_grow(self, growing: Iterable[tuple[Request, int]]) -> int: ...
 
 
 @dataclass(slots=True)
@@ -38,9 +48,23 @@ class Observations:
     step_seconds: float = 0.0               # their durations together
     num_finished: int = 0                   # requests that ended by STOP or LENGTH
     num_finished_output_tokens: int = 0     # what those generated
+    num_steps_since_start: int = 0          # steps since one in which a request left the queue
+    output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    service: TenantService = field(default_factory=TenantService)
+
+    def note_step(self, plan: SchedulerOutput, result: StepResult) -> None:
+        self.num_steps += 1
+        self.num_step_tokens += plan.num_tokens
+        self.step_seconds += result.duration_seconds
+        self.num_steps_since_start = 0 if plan.num_started else self.num_steps_since_start + 1
+
+    def note_end(self, request: Request) -> None:
+        self.num_finished += 1
+        self.num_finished_output_tokens += request.num_output_tokens
+        self.output_lengths.note(request)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SchedulerView:
     """One step's world as policies see it."""
 
@@ -50,3 +74,4 @@ class SchedulerView:
     now: float
     config: SchedulerConfig
     observations: Observations
+    max_model_len: int              # tokens that no request grows beyond

@@ -8,7 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
+from paceline.sched.admission import ADMISSIONS
+from paceline.sched.gate import GATES
+from paceline.sched.ordering import ORDERINGS
 from paceline.sched.plan import ScoredToken
+from paceline.sched.preemption import VICTIM_RULES
 
 from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
 
@@ -21,8 +25,16 @@ SETUPS = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     max_model_len=st.sampled_from([40, 16]),
     prefix_cache=st.sampled_from(["none", "hash"]),
-    ordering=st.sampled_from(["fcfs", "priority"]),
-    victim=st.sampled_from(["latest_arrival", "lowest_priority"]),
+    ordering=st.sampled_from(list(ORDERINGS)),
+    victim=st.sampled_from(list(VICTIM_RULES)),
+    admission=st.sampled_from(list(ADMISSIONS)),
+    gate=st.sampled_from(list(GATES)),
+    knobs=st.fixed_dictionaries({
+        "priority_aging_seconds": st.sampled_from([None, 2.0]),
+        "aging_tokens_per_second": st.sampled_from([0.5, 100.0]),
+        "tenant_weights": st.sampled_from(["", "a=3"]), "overcommit_quantile": st.sampled_from([0.5, 0.01]),
+        "waiting_served_ratio": st.sampled_from([0.3, 2.0]), "max_waiting_tokens": st.sampled_from([20, 0, 3]),
+        "max_batch_prefill_tokens": st.sampled_from([None, 1, 12])}),
     eos_token_ids=st.sampled_from([frozenset(), frozenset({EOS, 5})]),
     transfer_delay=st.sampled_from([0, 1, 3]),
     groups=st.sampled_from([FULL_ATTENTION, (KVGroup(window=5),), (KVGroup(), KVGroup(window=3)),
@@ -35,6 +47,7 @@ ASKED = st.fixed_dictionaries({
     "tokens": PROMPTS,
     "max_tokens": st.sampled_from([24, 12, 1]),
     "priority": st.integers(0, 2),
+    "tenant": st.sampled_from(["a", "b"]),
     "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
     "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
     "is_late": st.booleans(),
@@ -66,7 +79,7 @@ class Engine(RuleBasedStateMachine):
         self.num_added += 1
         prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
         max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
-        fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+        fields = {"priority": asked["priority"], "tenant": asked["tenant"], "seed": self.num_added % 3,
                   "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
         self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, **fields))
@@ -118,9 +131,10 @@ class Engine(RuleBasedStateMachine):
             self.stage.scheduler.check()
 
     @precondition(lambda self: self.plan is None)
-    @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
-    def switch(self, ordering: str, victim: str) -> None:
-        self.stage.scheduler.switch_policies(make_policies(ordering, victim))
+    @rule(ordering=st.sampled_from(list(ORDERINGS)), victim=st.sampled_from(list(VICTIM_RULES)),
+          admission=st.sampled_from(list(ADMISSIONS)), gate=st.sampled_from(list(GATES)))
+    def switch(self, **names: str) -> None:
+        self.stage.scheduler.switch_policies(make_policies(**names))
 
     @invariant()
     def tokens_so_far_are_those_of_the_solo_run(self) -> None:
