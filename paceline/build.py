@@ -50,6 +50,7 @@ from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weigh
 from .sched.admission import ADMISSIONS, ASSURING_ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
+from .sched.gate import GATES
 from .sched.ordering import ORDERINGS
 from .sched.plan import SchedulerOutput, StepResult
 from .sched.policies import Policies
@@ -76,6 +77,7 @@ def build_policies(config: SchedulerConfig) -> Policies:
                           f"{sorted(ASSURING_ADMISSIONS)}; admission={config.admission!r} does not")
     return Policies(
         regime=choose(REGIMES, config.regime, "regime"),
+        gate=choose(GATES, config.gate, "gate"),
         ordering=choose(ORDERINGS, config.ordering, "ordering"),
         admission=choose(ADMISSIONS, config.admission, "admission"),
         preemption=choose(PREEMPTIONS, config.preemption, "preemption"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, refuse_unread
 from .errors import ConfigError
 
 
@@ -26,7 +26,7 @@ PRESETS: dict[str, Preset] = {
         scheduler={
             "regime": "continuous", "ordering": "fcfs", "admission": "watermark", "preemption": "recompute",
             "victim": "latest_arrival", "chunking": "fixed", "max_num_seqs": 64, "max_num_batched_tokens": 512,
-            "watermark": 0.01, "batch_timeout_seconds": 0.05, "itl_target_ms": 50.0,
+            "watermark": 0.01, "gate": "none", "max_batch_prefill_tokens": None,
         },
         cache={"prefix_cache": "hash"},
     ),
@@ -51,7 +51,11 @@ def preset_named(name: str) -> Preset:
 
 
 def engine_config(preset_name: str, knobs: Mapping[str, Any]) -> EngineConfig:
-    """The preset's values with the given knobs over them. Raises ConfigError for a knob nobody declares."""
+    """The preset's values with the given knobs over them.
+
+    Raises ConfigError for a knob that nobody declares, and for one given that has no effect under the policies chosen;
+    a preset's own is then not read, and that is all.
+    """
     preset = preset_named(preset_name)
     chosen = {**preset.scheduler, **preset.cache, **knobs}
     groups = (ModelConfig, CacheConfig, SchedulerConfig)
@@ -59,5 +63,7 @@ def engine_config(preset_name: str, knobs: Mapping[str, Any]) -> EngineConfig:
     if unknown := sorted(set(chosen).difference(*owned)):
         raise ConfigError(f"unknown knob {unknown[0]!r}; choose from {sorted(set().union(*owned))}")
     model, cache, scheduler = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
-    return EngineConfig(
+    config = EngineConfig(
         model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler))
+    refuse_unread(config.scheduler, knobs)
+    return config

@@ -6,8 +6,9 @@ when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from paceline.config import SchedulerConfig
 from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup
@@ -17,6 +18,7 @@ from paceline.request import FinishReason, Request, SamplingParams
 from paceline.sched.admission import ADMISSIONS
 from paceline.sched.batching import REGIMES
 from paceline.sched.chunking import CHUNKINGS
+from paceline.sched.gate import GATES
 from paceline.sched.ordering import ORDERINGS
 from paceline.sched.outputs import RequestOutput
 from paceline.sched.plan import (
@@ -25,6 +27,7 @@ from paceline.sched.plan import (
     SamplingRef,
     ScheduledRequest,
     SchedulerOutput,
+    ScoredToken,
     StepResult,
     TransferKind,
 )
@@ -35,6 +38,7 @@ from paceline.sched.scheduler import Scheduler
 VOCAB_SIZE = 64
 EOS = 0
 POISON = (-1, -1, -1)
+SAMPLING_FIELDS = ("seed", "stop_token_ids", "ignore_eos", "min_tokens", "stop", "prompt_logprobs")
 
 Slot = tuple[int, int, int]
 
@@ -119,14 +123,24 @@ class ShadowExecutor:
         for offset in row.logits_offsets:
             assert row.sampling is not None
             position = row.num_computed_tokens + offset
-            slots = [self._read(table, at) for group, table in zip(self.groups, self._row_tables(row), strict=True)
-                     for at in self._visible(group, position)]
-            tokens.append(draw(slots, row.sampling, position + 1))
-        return RowResult(row.request_id, tuple(tokens))
+            tokens.append(draw(self._all_read(row, position), row.sampling, position + 1))
+        return RowResult(row.request_id, tuple(tokens), scored=self._score(row))
+
+    def _all_read(self, row: ScheduledRequest, position: int) -> list[Slot]:
+        return [self._read(table, at) for group, table in zip(self.groups, self._row_tables(row), strict=True)
+                for at in self._visible(group, position)]
+
+    def _score(self, row: ScheduledRequest) -> tuple[ScoredToken, ...]:
+        """A made-up log-probability of all that was read before the token, and of the token."""
+        if row.scored is None:
+            return ()
+        first = row.num_computed_tokens + row.scored.first_offset
+        return tuple(ScoredToken(token_id, -float(hash((tuple(self._all_read(row, position)), token_id)) % 1000))
+                     for position, token_id in enumerate(row.scored.token_ids, first))
 
 
-POLICY_TABLES = {"regime": REGIMES, "ordering": ORDERINGS, "admission": ADMISSIONS, "preemption": PREEMPTIONS,
-                 "victim": VICTIM_RULES, "chunking": CHUNKINGS}
+POLICY_TABLES = {"regime": REGIMES, "gate": GATES, "ordering": ORDERINGS, "admission": ADMISSIONS,
+                 "preemption": PREEMPTIONS, "victim": VICTIM_RULES, "chunking": CHUNKINGS}
 
 
 def make_policies(**names: str) -> Policies:
@@ -139,11 +153,11 @@ def make_policies(**names: str) -> Policies:
 def make_request(request_id: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, **fields: object) -> Request:
     """`prompt` is token ids, or how many to make up: equal lengths give equal prefixes only with equal `salt`.
 
-    Fields of SamplingParams (seed, stop_token_ids, ignore_eos) and of Request are told apart by name.
+    Fields of SamplingParams (those in SAMPLING_FIELDS) and of Request are told apart by name.
     """
     salt = int(fields.pop("salt", 0))    # type: ignore[call-overload]
     tokens = prompt if isinstance(prompt, tuple) else tuple((7 * i + 13 * salt) % 50 + 1 for i in range(prompt))
-    named = {name: fields.pop(name) for name in ("seed", "stop_token_ids", "ignore_eos") if name in fields}
+    named = {name: fields.pop(name) for name in SAMPLING_FIELDS if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, **named)    # type: ignore[arg-type]
     fields.setdefault("arrival_time", 0.0)
     return Request(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, **fields)    # type: ignore[arg-type]
@@ -161,6 +175,7 @@ class Setup:
     max_model_len: int = 200
     prefix_cache: str = "hash"
     regime: str = "continuous"
+    gate: str = "none"
     ordering: str = "fcfs"
     admission: str = "watermark"
     preemption: str = "recompute"
@@ -168,6 +183,7 @@ class Setup:
     chunking: str = "fixed"
     batch_timeout_seconds: float = 3.0
     itl_target_ms: float = 50.0
+    knobs: Mapping[str, Any] = field(default_factory=dict)    # further ones of SchedulerConfig
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     transfer_delay: int = 0
     groups: tuple[KVGroup, ...] = FULL_ATTENTION
@@ -177,8 +193,15 @@ class Setup:
     def max_step_tokens(self) -> int:
         return max(self.max_num_batched_tokens, self.max_model_len if self.chunking == "whole" else 0)
 
+    @property
+    def scheduler_knobs(self) -> dict[str, Any]:
+        own = {declared.name for declared in fields(self)}
+        return {declared.name: getattr(self, declared.name) for declared in fields(SchedulerConfig)
+                if declared.name in own} | dict(self.knobs)
 
-ALONE = {"regime": "continuous", "admission": "watermark", "preemption": "recompute", "chunking": "fixed"}
+
+ALONE = {"regime": "continuous", "gate": "none", "admission": "watermark", "preemption": "recompute",
+         "chunking": "fixed"}
 
 
 class Stage:
@@ -188,8 +211,7 @@ class Stage:
         self.setup = setup
         kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache], setup.groups,
                             setup.max_step_tokens)
-        config = SchedulerConfig(
-            **{declared.name: getattr(setup, declared.name) for declared in fields(SchedulerConfig)})
+        config = SchedulerConfig(**setup.scheduler_knobs)
         self.scheduler = Scheduler(
             config,
             kv,
@@ -200,6 +222,8 @@ class Stage:
         self.executor = ShadowExecutor(setup.num_blocks, setup.block_size, setup.transfer_delay, setup.groups)
         self.now = 0.0
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[ScoredToken]] = {}
+        self.outputs: list[RequestOutput] = []
         self.finished: dict[str, RequestOutput] = {}
         self.plans: list[SchedulerOutput] = []
 
@@ -233,7 +257,11 @@ class Stage:
     def note(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.finished, "news of a request that had ended"
+            self.outputs.append(output)
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.prompt_logprobs:
+                assert not self.tokens[output.request_id] or output.token_ids, "scores after a token"
+                self.scores.setdefault(output.request_id, []).extend(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output
 
@@ -255,6 +283,10 @@ class Stage:
 
 def solo(request: Request, setup: Setup) -> list[int]:
     """What the request generates alone in a roomy engine that reuses nothing."""
+    return solo_stage(request, setup).tokens["solo"]
+
+
+def solo_stage(request: Request, setup: Setup) -> Stage:
     alone = Request(
         request_id="solo",
         prompt_token_ids=request.prompt_token_ids,
@@ -268,7 +300,7 @@ def solo(request: Request, setup: Setup) -> list[int]:
     num_tokens = request.num_tokens + request.sampling.max_tokens
     num_blocks = (num_tokens // setup.block_size + 1) * len(setup.groups)    # few: they are checked
     roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
-                    max_num_seqs=1, transfer_delay=0, **ALONE)
+                    max_num_seqs=1, transfer_delay=0, knobs={}, **ALONE)
     stage = Stage(roomy)
     stage.add(alone)
-    return stage.run().tokens["solo"]
+    return stage.run()

@@ -68,8 +68,12 @@ MISTAKES = [
     (("info", MODEL, "--preset", "orca"), "'vllm'"),
     (("info", MODEL, "--max-model-len", "9000"), "8192"),
     (("info", MODEL, "--regime", "x"), "'continuous'"),
-    (("info", MODEL, "--ordering", "x"), "'priority'"),
-    (("info", MODEL, "--admission", "x"), "'watermark'"),
+    (("info", MODEL, "--ordering", "x"), "'fair', 'fcfs', 'longest_prefix', 'priority', 'shortest_prompt'"),
+    (("info", MODEL, "--admission", "x"), "'overcommit', 'reserve', 'watermark'"),
+    (("info", MODEL, "--gate", "x"), "'none', 'waiting_served'"),
+    (("info", MODEL, "--watermark", "0.1", "--admission", "reserve"), "no effect with admission='reserve'"),
+    (("serve", MODEL, "--tenant-weights", "a=2"), "tenant_weights has no effect with ordering='fcfs'"),
+    (("serve", MODEL, "--ordering", "fair", "--tenant-weights", "a"), "tenant=weight"),
     (("info", MODEL, "--preemption", "x"), "'recompute'"),
     (("info", MODEL, "--victim", "x"), "'lowest_priority'"),
     (("info", MODEL, "--chunking", "x"), "'fixed'"),
@@ -82,6 +86,13 @@ MISTAKES = [
     (("generate", MODEL, "hi", "--top-k", "0"), "top_k"),
     (("generate", MODEL, "hi", "--top-p", "1.5"), "top_p"),
     (("generate", MODEL, "hi", "--seed", str(1 << 63)), "seed"),
+    (("generate", MODEL, "hi", "--min-p", "2"), "min_p"),
+    (("generate", MODEL, "hi", "--repetition-penalty", "0"), "repetition_penalty"),
+    (("generate", MODEL, "hi", "--logit-bias", "5:101"), "logit_bias"),
+    (("generate", MODEL, "hi", "--logit-bias", "five:1"), "logit-bias"),
+    (("generate", MODEL, "hi", "--bad-words", " "), "bad_words"),
+    (("generate", MODEL, "hi", "--min-tokens", "999"), "min_tokens"),
+    (("generate", MODEL, "hi", "--truncate-prompt-tokens", "0"), "truncate_prompt_tokens"),
     (("generate", MODEL, ""), "prompt"),
     (("generate", MODEL, "word " * 200, *SMALL), "128"),
     (("generate", MODEL, "hi", "--num-kv-blocks", "999999999"), "blocks fit"),
@@ -185,6 +196,27 @@ def test_the_sampling_flags_change_the_draw(capsys) -> None:
     assert run(*drawn, "--seed", "2", capsys=capsys)[1] != run(*drawn, capsys=capsys)[1]
 
 
+def test_every_sampling_flag_reaches_the_engine(capsys) -> None:
+    base = ("generate", MODEL, "The capital of France is", "--max-tokens", "8", "--num-kv-blocks", "512")
+    plain = run(*base, capsys=capsys)[1]
+    assert "Paris" in plain
+    for flags in (("--bad-words", "Paris"), ("--stop", "Par"), ("--logit-bias", "28:100"),
+                  ("--repetition-penalty", "50"), ("--truncate-prompt-tokens", "1")):
+        assert run(*base, *flags, capsys=capsys)[1] != plain, flags
+    hot = (*base, "--temperature", "2", "--seed", "5")
+    for flags in (("--min-p", "1"), ("--typical-p", "1e-9"), ("--frequency-penalty", "2"),
+                  ("--presence-penalty", "-2")):
+        assert run(*hot, *flags, capsys=capsys)[1] != run(*hot, capsys=capsys)[1], flags
+
+
+def test_json_brings_log_probabilities_where_asked_for(capsys) -> None:
+    argv = ("generate", MODEL, "The sea", "--max-tokens", "3", "--num-kv-blocks", "512", "--json")
+    answer = json.loads(run(*argv, "--logprobs", "2", "--prompt-logprobs", "1", "--ignore-eos", capsys=capsys)[1])
+    assert len(answer["logprobs"]) == 3 and [len(top) for top in answer["top_logprobs"]] == [2] * 3
+    assert [one["token_id"] for one in answer["prompt_logprobs"]] and answer["num_prompt_tokens"] == 2
+    assert json.loads(run(*argv, capsys=capsys)[1])["logprobs"] is None
+
+
 def test_a_pool_smaller_than_the_context_says_so_and_runs(capsys) -> None:
     status, out, err = run("generate", MODEL, "The sea", "--max-tokens", "500", *SMALL, "--json", capsys=capsys)
     assert status == 0 and "limited to 128 tokens" in err
@@ -277,6 +309,17 @@ EFFECTS = [    # flag, value, and where info shows it
     ("--max-num-batched-tokens", "31", "schedule.max_num_batched_tokens"),
     ("--watermark", "0.2", "schedule.watermark"),
     ("--ordering", "priority", "schedule.ordering"),
+    ("--admission", "reserve", "schedule.admission"),
+    ("--gate", "waiting_served", "schedule.gate"),
+    ("--max-batch-prefill-tokens", "100", "schedule.max_batch_prefill_tokens"),
+    ("--ordering=priority --priority-aging-seconds", "9", "schedule.priority_aging_seconds"),
+    ("--ordering=longest_prefix --aging-tokens-per-second", "9", "schedule.aging_tokens_per_second"),
+    ("--ordering=fair --tenant-weights", "a=2", "schedule.tenant_weights"),
+    ("--ordering=fair --fair-input-weight", "9", "schedule.fair_input_weight"),
+    ("--ordering=fair --fair-output-weight", "9", "schedule.fair_output_weight"),
+    ("--admission=overcommit --overcommit-quantile", "0.5", "schedule.overcommit_quantile"),
+    ("--gate=waiting_served --waiting-served-ratio", "0.5", "schedule.waiting_served_ratio"),
+    ("--gate=waiting_served --max-waiting-tokens", "9", "schedule.max_waiting_tokens"),
     ("--victim", "lowest_priority", "schedule.victim"),
     ("--preset", "vllm", "schedule.max_num_seqs"),
 ]
@@ -285,22 +328,23 @@ EFFECTS = [    # flag, value, and where info shows it
 @pytest.mark.parametrize(("flag", "value", "place"), EFFECTS)
 def test_a_flag_changes_what_info_tells(flag: str, value: str, place: str, capsys) -> None:
     section, name = place.split(".")
-    assert info(flag, value, capsys=capsys)[section].get(name) != info(capsys=capsys)[section].get(name)
+    *policy, flag = flag.split()    # some knobs count only under one
+    assert info(*policy, flag, value, capsys=capsys)[section].get(name) != info(capsys=capsys)[section].get(name)
 
 
 TESTED_ELSEWHERE = {"revision", "chat_template"}    # tests/model/test_hub.py; above
-ONE_CHOICE_SO_FAR = {"regime", "admission", "preemption", "chunking"}    # tables of one entry; more come
+ONE_CHOICE_SO_FAR = {"regime", "preemption", "chunking"}    # tables of one entry; more come
 
 
 def test_every_engine_knob_has_an_effect_that_is_tested() -> None:
     knobs = {declared.name for group in (ModelConfig, CacheConfig, SchedulerConfig) for declared in fields(group)
              if declared.metadata["flag"]}
-    tested = {flag[2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_ELSEWHERE
+    tested = {flag.split()[-1][2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_ELSEWHERE
     assert knobs == tested | ONE_CHOICE_SO_FAR
 
 
 def test_help_names_every_policy_there_is(capsys) -> None:
-    tables = {"regime": build.REGIMES, "ordering": build.ORDERINGS, "admission": build.ADMISSIONS,
+    tables = {"regime": build.REGIMES, "gate": build.GATES, "ordering": build.ORDERINGS, "admission": build.ADMISSIONS,
               "preemption": build.PREEMPTIONS, "victim": build.VICTIM_RULES, "chunking": build.CHUNKINGS}
     for declared in fields(SchedulerConfig):
         for name in tables.get(declared.name, ()):

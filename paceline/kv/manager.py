@@ -90,6 +90,11 @@ class KVCacheManager:
             num_needed += max(num_most - num_held, 0) + self.pool.num_free_among(table)
         return num_needed
 
+    def shared_by_fork(self, parent: Request) -> PrefixHit:
+        """What a fork of this running request would begin with: not whole blocks only."""
+        num_blocks = self.num_blocks_for(parent.num_computed_tokens)
+        return PrefixHit(tuple(table[:num_blocks] for table in parent.block_tables), parent.num_computed_tokens)
+
     def num_blocks_to_continue(self, request: Request, num_new_tokens: int) -> int:
         """Free blocks that running this many more tokens uses up, copy-on-write included."""
         num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
@@ -98,6 +103,60 @@ class KVCacheManager:
             if len(table) < num_blocks:
                 num_new += num_blocks - len(table)
         return num_new + len(self._shared_groups(request))
+
+    def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int:
+        """Free blocks that starting with this hit uses up until the request is `num_tokens` long, and its choices too.
+
+        Choices that it is to have are left out where the pool could not hold them all: they start one by one.
+        """
+        num_needed = 0
+        for group, table in zip(self.groups, hit.block_ids or self._no_blocks, strict=True):
+            if group.window is None:    # a fork's last block may be one that it must copy before it writes
+                num_copies = hit.num_tokens % self.block_size > 0
+                num_new = max(self.num_blocks_for(num_tokens) - len(table), 0)
+                num_needed += num_new + num_copies + self.pool.num_free_among(table)
+            else:    # found blocks save nothing: whoever else reads them may have been counted on to give them back
+                num_step_tokens = request.num_tokens - hit.num_tokens
+                num_needed += self._most_in_window(group, hit.num_tokens, num_tokens, num_step_tokens)
+        num_of_choices = 0 if request.num_output_tokens else self._num_blocks_of_choices(request, num_tokens)
+        return num_needed + num_of_choices if num_needed + num_of_choices <= self.num_blocks else num_needed
+
+    def num_blocks_to_grow(self, growing: Iterable[tuple[Request, int]]) -> int:
+        """Free blocks that these requests, all that hold blocks, use up at most until each is as long as said."""
+        num_needed = 0
+        held_in_windows: set[int] = set()
+        for request, num_tokens in growing:
+            position, num_blocks = request.num_computed_tokens, self.num_blocks_for(num_tokens)
+            for group, table in zip(self.groups, request.block_tables, strict=True):
+                if group.window is None:
+                    num_needed += max(num_blocks - len(table), 0)
+                else:
+                    num_needed += self._most_in_window(group, position, num_tokens, request.num_uncomputed_tokens)
+                    held_in_windows.update(real_blocks(table))
+            num_needed += sum(1 for group in self._shared_groups(request) if self.groups[group].window is None)
+            if position < request.num_prompt_tokens - 1 and not request.num_output_tokens:
+                num_needed += self._num_blocks_of_choices(request, num_tokens)
+        return max(num_needed - len(held_in_windows), 0)
+
+    def _most_in_window(self, group: KVGroup, position: int, num_tokens: int, num_step_tokens: int) -> int:
+        """Blocks that a request at this position ever holds at once, of whose tokens a step runs that many at most."""
+        num_left = max(num_tokens - group.first_block(position, self.block_size) * self.block_size, 0)
+        return group.most_blocks(num_left, self.block_size, min(max(num_step_tokens, 1), self._budget.max_step_tokens))
+
+    def _num_blocks_of_choices(self, request: Request, num_tokens: int) -> int:
+        """What the choices beside the first take that are born one token before the end of the prompt."""
+        num_choices = request.num_choices - 1
+        if num_choices < 1:
+            return 0
+        position, num_needed = request.num_prompt_tokens - 1, 0
+        for group in self.groups:
+            if group.window is None:    # all but one of those who share the last block copy it; counted for all
+                num_shared = position // self.block_size
+                num_needed += num_choices * (self.num_blocks_for(num_tokens) - num_shared)
+                num_needed += position % self.block_size > 0
+            else:
+                num_needed += num_choices * self._most_in_window(group, position, num_tokens, 1)
+        return num_needed
 
     # --- changes
 
@@ -128,8 +187,7 @@ class KVCacheManager:
 
     def fork(self, parent: Request, child: Request) -> None:
         """The child reads the parent's computed tokens where they lie."""
-        num_blocks = self.num_blocks_for(parent.num_computed_tokens)
-        child.block_tables = tuple(table[:num_blocks] for table in parent.block_tables)
+        child.block_tables = self.shared_by_fork(parent).block_ids
         for table in child.block_tables:
             self.pool.touch(real_blocks(table))
         child.num_computed_tokens = parent.num_computed_tokens

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from ..clock import Clock
 from ..errors import InvariantError, StepFailed
-from ..ops.interface import KVSpec, StepOutput, StepRunner
-from ..sched.plan import KVLayout, RowResult, SchedulerOutput, StepResult, Ticket
+from ..ops.interface import KVSpec, SamplingExtras, StepOutput, StepRunner
+from ..sched.plan import KVLayout, RowResult, SchedulerOutput, ScoredToken, StepResult, Ticket, TopLogprobs
 from .batch import BatchBuilder
 
 
@@ -25,6 +25,7 @@ class FinishedStep:
 
     plan: SchedulerOutput
     output: StepOutput
+    extras: SamplingExtras | None
     duration_seconds: float
 
 
@@ -45,7 +46,7 @@ class ModelExecutor:
         output = self._runner.step(batch, self._keep_logits)
         self.last_logits = output.logits
         self._last_sampled = _last_tokens(plan, output)
-        return FinishedStep(plan, output, self._clock.now() - started_at)
+        return FinishedStep(plan, output, batch.sampling.extras, self._clock.now() - started_at)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Raises StepFailed when a row's logits were not finite. Nothing was committed: the step may run again
@@ -55,7 +56,7 @@ class ModelExecutor:
         plan, output = ticket.plan, ticket.output
         if len(output.token_ids) and output.token_ids.min() < 0:
             raise StepFailed(_failed_rows(plan, output), f"step {plan.step_id}: the model's logits are not finite")
-        return StepResult(plan.step_id, _row_results(plan, output), ticket.duration_seconds,
+        return StepResult(plan.step_id, _row_results(plan, output, ticket.extras), ticket.duration_seconds,
                           tuple(transfer.transfer_id for transfer in plan.transfers))
 
     def kv_layout(self) -> KVLayout:
@@ -69,17 +70,33 @@ class ModelExecutor:
         self._runner.close()
 
 
-def _row_results(plan: SchedulerOutput, output: StepOutput) -> tuple[RowResult, ...]:
+def _row_results(plan: SchedulerOutput, output: StepOutput, extras: SamplingExtras | None) -> tuple[RowResult, ...]:
     token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
+    best = _best_tokens(output, extras) if extras is not None else {}
     results: list[RowResult] = []
     start = 0
     for row in plan.rows:
+        scored: tuple[ScoredToken, ...] = ()
+        if row.scored is not None:
+            first, start = start, start + row.num_scored
+            scored = tuple(ScoredToken(token_ids[at], logprobs[at], best[at]) for at in range(first, start))
         end = start + len(row.logits_offsets)
-        has_logprobs = row.sampling is not None and row.sampling.params.logprobs
-        results.append(RowResult(row.request_id, tuple(token_ids[start:end]),
-                                 tuple(logprobs[start:end]) if has_logprobs else None))
+        num_top = None if row.sampling is None else row.sampling.params.logprobs
+        results.append(RowResult(
+            row.request_id, tuple(token_ids[start:end]), None if num_top is None else tuple(logprobs[start:end]),
+            top_logprobs=tuple(best[at] for at in range(start, end)) if num_top else None, scored=scored))
         start = end
     return tuple(results)
+
+
+def _best_tokens(output: StepOutput, extras: SamplingExtras) -> dict[int, TopLogprobs]:
+    """By wanted position, of those that have an entry in the extras."""
+    if output.top_ids is None or output.top_logprobs is None:
+        raise InvariantError("a batch with extras brought no best tokens")
+    rows = zip(extras.rows.tolist(), extras.num_top.tolist(), output.top_ids.tolist(), output.top_logprobs.tolist(),
+               strict=True)
+    return {row: tuple(one for one in list(zip(ids, logprobs, strict=True))[:num_top] if one[0] >= 0)
+            for row, num_top, ids, logprobs in rows}
 
 
 def _last_tokens(plan: SchedulerOutput, output: StepOutput) -> dict[str, int]:
@@ -88,13 +105,13 @@ def _last_tokens(plan: SchedulerOutput, output: StepOutput) -> dict[str, int]:
     last: dict[str, int] = {}
     end = 0
     for row in plan.rows:
-        end += len(row.logits_offsets)
+        end += len(row.logits_offsets) + row.num_scored
         if row.logits_offsets:
             last[row.request_id] = token_ids[end - 1]
     return last
 
 
 def _failed_rows(plan: SchedulerOutput, output: StepOutput) -> tuple[str, ...]:
-    owners = [row.request_id for row in plan.all_rows for _ in row.logits_offsets]
+    owners = [row.request_id for row in plan.all_rows for _ in range(row.num_scored + len(row.logits_offsets))]
     failed = [owner for owner, token_id in zip(owners, output.token_ids.tolist(), strict=True) if token_id < 0]
     return tuple(dict.fromkeys(failed))

@@ -8,10 +8,9 @@ request in it has a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..request import Request
 from .view import SchedulerView
 
 RegimeRule: TypeAlias = Callable[[SchedulerView], bool]
@@ -27,7 +26,6 @@ class Batch:
 
     num_members: int = 0            # finished ones included
     is_open: bool = False           # still forming: the last step ran out of token budget before it ran out of queue
-    finished: list[Request] = field(default_factory=list)    # they keep their blocks, for rows that only cost time
 
 
 @dataclass(frozen=True, slots=True)

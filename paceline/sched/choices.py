@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import RequestError
 from ..request import Request
 
 
 def choice_id(parent_id: str, choice_index: int) -> str:
     """The id under which a choice reports: the parent's own for choice 0."""
     return parent_id if choice_index == 0 else f"{parent_id}:{choice_index}"
+
+
+def check_fork(parent: Request, child: Request) -> None:
+    num_shared = parent.num_computed_tokens
+    if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
+        raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
 
 
 class Choices:
@@ -61,10 +68,10 @@ class Choices:
 
     def cancel_unborn(self, child_ids: Iterable[str]) -> list[tuple[str, str, int]]:
         """Those of these ids that were still expected, and are no more: parent id, child id, choice index."""
-        cancelled = [(child_id, self.cancel(child_id)) for child_id in child_ids]
+        cancelled = [(child_id, self._cancel(child_id)) for child_id in child_ids]
         return [(found[0], child_id, found[1]) for child_id, found in cancelled if found is not None]
 
-    def cancel(self, child_id: str) -> tuple[str, int] | None:
+    def _cancel(self, child_id: str) -> tuple[str, int] | None:
         """This choice shall not be born. Returns its parent's id and its index, None where none was expected."""
         parent_id = self._parent_of_unborn.pop(child_id, None)
         if parent_id is None:

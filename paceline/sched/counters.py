@@ -34,14 +34,16 @@ class Counters:
         once = self._num_once_computed.get(request.request_id, 0)
         self._num_once_computed[request.request_id] = max(once, request.num_computed_tokens)
 
-    def computed(self, request: Request, start: int, end: int) -> None:
-        """A row ran positions [start, end)."""
+    def computed(self, request: Request, start: int, end: int) -> int:
+        """A row ran positions [start, end). Returns how many tokens of the prompt it computed for the first time."""
         if self._num_once_computed:
             once = self._num_once_computed.get(request.request_id, 0)
             if start < once:
                 self.num_recomputed_tokens += min(end, once) - start
                 start = min(end, once)
-        self.num_prompt_tokens_computed += max(min(end, request.num_prompt_tokens) - start, 0)
+        num_prompt_tokens = max(min(end, request.num_prompt_tokens) - start, 0)
+        self.num_prompt_tokens_computed += num_prompt_tokens
+        return num_prompt_tokens
 
     def step_ran(self, plan: SchedulerOutput, num_slots: int) -> None:
         self.num_steps += 1

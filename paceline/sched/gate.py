@@ -1,41 +1,38 @@
-"""Whether the head of the queue may start in this step: the limits in the order in which they are asked. Reads only."""
+"""Whether the queue may interrupt those who run, asked once a step before anybody starts. A rule answers None (it may)
+or the Refusal of the head.
+
+A prefill makes every decoding request wait, so it may pay to let some more requests gather first.
+"""
 
 from __future__ import annotations
 
-from ..kv.prefix_hash import MISS, PrefixHit
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import TypeAlias
+
 from ..request import Request
 from .plan import Refusal
-from .policies import Policies
-from .step_builder import StepBuilder
 from .view import SchedulerView
 
-
-def decide(
-    request: Request, num_held_back: int, policies: Policies, view: SchedulerView, step: StepBuilder
-) -> tuple[PrefixHit, Refusal | None]:
-    """What the head finds computed, and None where it may start. num_held_back: tokens it must not run yet."""
-    if not has_slot(policies, view):
-        return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
-    if step.budget_left == 0:
-        return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
-    hit = view.kv.look_up(request)
-    num_wanted = max(request.num_tokens - hit.num_tokens - num_held_back, 1)
-    if not policies.chunking.share(view, num_wanted, step.budget_left, 0):
-        return MISS, Refusal(request.request_id, "max_num_batched_tokens", num_wanted, step.budget_left)
-    if _is_prefix_in_flight(request, hit, view, step):
-        return MISS, Refusal(request.request_id, "prefix_in_flight", needed=1, available=0)
-    return hit, policies.admission(view, request, hit)
+GateRule: TypeAlias = Callable[[SchedulerView, Request], Refusal | None]
 
 
-def has_slot(policies: Policies, view: SchedulerView) -> bool:
-    num_members = view.batch.num_members if policies.regime.keeps_slots else 0
-    return max(len(view.running), num_members) < view.config.max_num_seqs
+def no_gate(view: SchedulerView, head: Request) -> Refusal | None:
+    """Always open."""
+    return None
 
 
-def _is_prefix_in_flight(request: Request, hit: PrefixHit, view: SchedulerView, step: StepBuilder) -> bool:
-    """Another request runs the next full block of this prompt in this very step, or one before it: computing it twice
-    would cost more than to wait. Each step of waiting is one of progress, and it ends with the other's prompt."""
-    if request.block_tables:
-        return False                                        # what a victim kept is not joined to what others have
-    computing_id = view.kv.computing_next_block(request, hit)
-    return computing_id is not None and step.has_row_of(computing_id)
+def waiting_served(view: SchedulerView, head: Request) -> Refusal | None:
+    """Open when nobody runs, when waiting_served_ratio requests wait for each that runs, or when max_waiting_tokens
+    steps have run since a request last started (so that a few are not kept waiting for ever).
+
+    The rule of text-generation-inference's router, under the names of its launcher's arguments.
+    """
+    num_needed = max(ceil(view.config.waiting_served_ratio * len(view.running)), 1)
+    is_overdue = view.observations.num_steps_since_start >= view.config.max_waiting_tokens
+    if not view.running or is_overdue or len(view.waiting) >= num_needed:
+        return None
+    return Refusal(head.request_id, "waiting_served_ratio", num_needed, len(view.waiting))
+
+
+GATES: Mapping[str, GateRule] = {"none": no_gate, "waiting_served": waiting_served}

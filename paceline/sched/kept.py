@@ -44,5 +44,5 @@ class KeptBlocks:
         others = [request for request in self._keeping.values() if request is not spared]
         if not others:
             return False
-        self.shrink(max(others, key=lambda request: ordering.key(request, view)), num_missing)
+        self.shrink(max(others, key=lambda request: ordering.running_key(request, view)), num_missing)
         return True

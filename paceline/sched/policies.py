@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .admission import AdmissionRule
 from .batching import Regime
 from .chunking import Chunking
+from .gate import GateRule
 from .ordering import Ordering
 from .preemption import PreemptionRule, VictimRule
 
@@ -14,6 +15,7 @@ from .preemption import PreemptionRule, VictimRule
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
     regime: Regime
+    gate: GateRule
     ordering: Ordering
     admission: AdmissionRule
     preemption: PreemptionRule

@@ -19,20 +19,24 @@ from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import PrefixHit
 from ..request import FinishReason, Request, RequestStatus
 from .batching import PASSING_LIMITS, Batch
-from .choices import Choices, choice_id
+from .books import check_queues
+from .choices import Choices, check_fork, choice_id
 from .counters import Counters
+from .ended import EndedRequests
 from .finish import Finish, FinishRules, append_tokens
-from .gate import decide, has_slot
 from .kept import KeptBlocks
 from .limits import Limits, check_fits
-from .ordering import OrderingKey, WaitQueue
+from .lookback import news_of_scores, num_tokens_within, sampling_ref_of
+from .ordering import OrderingKey
 from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
 from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
 from .preemption import Yield
+from .start import decide, has_slot
 from .step_builder import StepBuilder
 from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
+from .wait_queue import WaitQueue
 
 ABORTED = Finish(FinishReason.ABORT)
 
@@ -62,8 +66,8 @@ class Scheduler:
         self._choices = Choices()
         self._counters = Counters()
         self._in_flight: SchedulerOutput | None = None
-        self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
-        self._copies = CopiesUnderWay(kv)
+        self._ended = EndedRequests(kv)
+        self._copies = CopiesUnderWay()
         self._batch = Batch()
         self._kept = KeptBlocks(kv, self._counters)
         self._next_step_id = 0
@@ -98,9 +102,7 @@ class Scheduler:
         parent = self._requests.get(parent_id)
         if parent is None or parent.status is not RequestStatus.RUNNING:
             raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
-        num_shared = parent.num_computed_tokens
-        if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
-            raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
+        check_fork(parent, child)
         check_fits(child.num_tokens, None, self.limits)
         self._refuse_taken_id(child.request_id)
         self._choices.add(parent_id, child.request_id)
@@ -143,7 +145,7 @@ class Scheduler:
         self.policies = policies
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
-        self.running.sort(key=lambda request: policies.ordering.key(request, view))
+        self.running.sort(key=lambda request: policies.ordering.running_key(request, view))
 
     def stats(self) -> EngineStats:
         return self._counters.stats(self.kv, self.observations.step_time.exported(), num_running=len(self.running),
@@ -151,13 +153,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises InvariantError unless requests, queues and blocks agree. For tests and debugging."""
-        self.kv.check((*self._requests.values(), *self._ended_in_flight, *self._batch.finished))
-        queued = [*self.running, *self.waiting]
-        if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
-            raise InvariantError("an unfinished request is in no queue, or in two")
-        if {r.request_id for r in self.waiting if r.block_tables} != self._kept.request_ids:
-            raise InvariantError("a waiting request holds blocks that nobody knows of")
-        if self._batch.finished and not self.running:
+        self.kv.check((*self._requests.values(), *self._ended.in_flight, *self._ended.padding))
+        check_queues(self._requests, self.running, self.waiting, self._kept.request_ids)
+        if self._ended.padding and not self.running:
             raise InvariantError("blocks are held for a batch that is over")
 
     # --- schedule
@@ -172,16 +170,14 @@ class Scheduler:
         if not self.running:
             self._batch.num_members, self._batch.is_open = 0, False
         self._drop_padding_of_past()
-        if not self.policies.ordering.is_static:
-            self.running.sort(key=lambda request: self.policies.ordering.key(request, view))
         if chunking.stalls_decode:
-            self._continue_running(view, step, (r for r in self.running if self._num_tokens_to_run(r) > 1))
+            self._continue_running(view, step, (r for r in self.running if self._num_tokens_to_run(r, step) > 1))
             self._admit_waiting(view, step)
         if not chunking.stalls_decode or not step.num_rows:
             self._continue_running(view, step, self.running)
         if not chunking.stalls_decode:
             self._admit_waiting(view, step)
-        step.add_padding(self._batch.finished)
+        step.add_padding(self._ended.padding)
         self._next_step_id += 1
         self._in_flight = step.build(len(self.waiting), len(self.running), self.config.max_num_seqs)
         return self._in_flight
@@ -194,19 +190,22 @@ class Scheduler:
             if step.budget_left == 0:
                 break
             num_decodes_behind -= request.num_uncomputed_tokens == 1
-            num_wanted = self._num_tokens_to_run(request)
+            num_wanted = self._num_tokens_to_run(request, step)
             num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, num_decodes_behind)
             if num_new_tokens and self._make_room(request, num_new_tokens, view, step):
-                step.add_row(request, num_new_tokens, self._sampling_refs[request.request_id])
+                step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
 
-    def _num_tokens_to_run(self, request: Request) -> int:
+    def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
-        return request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        num_tokens = request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        if request.sampling.prompt_logprobs is None:
+            return num_tokens
+        return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
         """Frees blocks behind the request until it can go on. False where it must itself wait."""
         while (num_missing := self.kv.num_blocks_to_continue(request, num_new_tokens) - self.kv.num_free_blocks) > 0:
-            if self._take_from_idle(num_missing, view):
+            if self._ended.give_way() or self._kept.take(num_missing, self.policies.ordering, view):
                 continue
             position = self.running.index(request)
             behind = self.running[position + 1 :]
@@ -224,13 +223,6 @@ class Scheduler:
                 return False
         return True
 
-    def _take_from_idle(self, num_missing: int, view: SchedulerView) -> bool:
-        """Blocks of those who do not run: finished members of the batch, then victims that kept some."""
-        if self._batch.finished:
-            self.kv.free(self._batch.finished.pop())
-            return True
-        return self._kept.take(num_missing, self.policies.ordering, view)
-
     def _preempt(self, victim: Request, num_missing: int | None, view: SchedulerView, step: StepBuilder) -> None:
         """Takes the victim's last blocks as far as they are missing; None: all of them."""
         num_computed_tokens = victim.num_computed_tokens
@@ -244,22 +236,29 @@ class Scheduler:
         step.add_preempted(Preempted(victim.request_id, num_lost_tokens, num_freed_blocks))
 
     def _admit_waiting(self, view: SchedulerView, step: StepBuilder) -> None:
-        if step.is_short_of_blocks:    # admitting now would thrash
-            return
-        if (head := self.waiting.head(view)) is not None and not self.policies.regime.may_join(view):
-            step.refusal = Refusal(head.request_id, "regime", needed=1, available=0)
-            return
+        if step.is_short_of_blocks or (request := self.waiting.head(view)) is None:
+            return                                          # short of blocks: admitting now would thrash
+        if self.policies.regime.may_join(view):
+            step.refusal = self.policies.gate(view, request)
+        else:
+            step.refusal = Refusal(request.request_id, "regime", needed=1, available=0)
+        if step.refusal is None:
+            self._start_while_allowed(view, step)
+            self._batch.is_open = step.refusal is not None and step.refusal.limit in PASSING_LIMITS
+
+    def _start_while_allowed(self, view: SchedulerView, step: StepBuilder) -> None:
         while (request := self.waiting.head(view)) is not None:
             hit, step.refusal = decide(request, self._choices.is_expecting(request), self.policies, view, step)
             if step.refusal is not None:
                 if self._frees_kept_blocks(request, step.refusal, view):
                     continue
-                break                                       # nobody passes the head: nobody starves
+                return                                      # nobody passes the head: nobody starves
+            step.num_started += 1
             self._start(request, hit, view)
-            num_new_tokens = self.policies.chunking.share(view, self._num_tokens_to_run(request), step.budget_left, 0)
-            step.add_row(request, num_new_tokens, self._sampling_refs[request.request_id])
+            num_wanted = self._num_tokens_to_run(request, step)
+            num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, 0)
+            step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
-        self._batch.is_open = step.refusal is not None and step.refusal.limit in PASSING_LIMITS
 
     def _frees_kept_blocks(self, head: Request, refusal: Refusal, view: SchedulerView) -> bool:
         """Where nobody runs who could free a block, victims that wait with some must give way to the head."""
@@ -279,12 +278,8 @@ class Scheduler:
         self._fork_if_due(request, view)
 
     def _drop_padding_of_past(self) -> None:
-        """When the batch is over, or the regime pads no more."""
-        if self._batch.finished and not (self.running and self.policies.regime.is_padded):
-            self._ended_in_flight += self._batch.finished
-            self._batch.finished = []
-            if self._in_flight is None:
-                self._free_ended()
+        if not (self.running and self.policies.regime.is_padded):
+            self._ended.stop_padding(is_in_flight=self._in_flight is not None)
 
     # --- update
 
@@ -293,25 +288,22 @@ class Scheduler:
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
         self._in_flight = None
-        self._copies.end(result.transfers_done)
+        for copy in self._copies.land(result):
+            self.kv.copy_done(copy)
         outputs: list[RequestOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests.get(row.request_id)
             if request is not None:                         # else aborted in flight
                 self._advance(request, row, row_result, now, outputs)
-        self._free_ended()
+        self._ended.landed()
         if self._choices.has_unborn:                        # after all ends: those who ended make place for children
             for request in tuple(self.running):
                 self._fork_if_due(request, self._view(now))
         self._drop_padding_of_past()
         self._counters.step_ran(plan, self.config.max_num_seqs)
-        self.observations.step_ran(plan, result)
+        self.observations.note_step(plan, result)
+        self.observations.service.settle(self._least_served(), self.running)
         return outputs
-
-    def _free_ended(self) -> None:
-        for request in self._ended_in_flight:
-            self.kv.free(request)
-        self._ended_in_flight.clear()
 
     def _advance(
         self, request: Request, row: ScheduledRequest, result: RowResult, now: float, outputs: list[RequestOutput]
@@ -321,22 +313,31 @@ class Scheduler:
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
-        self._counters.computed(request, start, end)
+        num_input_tokens = self._counters.computed(request, start, end)
+        self.observations.service.charge(request, num_input_tokens, 0, self.config)
         if row.sampling is None:
+            outputs += news_of_scores(request, row, result)
             return
+        if row.scored is not None:
+            news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
+        self.observations.service.charge(request, 0, num_taken, self.config)
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
         if finish is not None:
             self._end(request, finish, now)
-            self.observations.request_ended(request.num_output_tokens)
-        logprobs = None if result.logprobs is None else result.logprobs[:num_taken]
-        outputs.append(output_of(request, result.token_ids[:num_taken], logprobs))
+            self.observations.note_end(request)
+        outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
+
+    def _least_served(self) -> str | None:
+        head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
+        return None if head is None else head.tenant
 
     # --- one way in, one way out
 
     def _view(self, now: float) -> SchedulerView:
-        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations, self._batch)
+        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations,
+                             self.limits.max_model_len, self._batch)
 
     def _refuse_taken_id(self, request_id: str) -> None:
         if request_id in self._requests or self._choices.is_reserved(request_id):
@@ -344,15 +345,14 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        ref = SamplingRef(request.sampling, request.prompt_index, request.choice_index)
-        self._sampling_refs[request.request_id] = ref
+        self._sampling_refs[request.request_id] = sampling_ref_of(request, self._finish_rules.eos_token_ids)
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
         request.status = RequestStatus.RUNNING
         self._batch.num_members += 1
 
         def key(other: Request) -> OrderingKey:
-            return self.policies.ordering.key(other, view)
+            return self.policies.ordering.running_key(other, view)
 
         insort(self.running, request, key=key)
 
@@ -365,7 +365,8 @@ class Scheduler:
 
     def _start_fork(self, parent: Request, child: Request, view: SchedulerView) -> None:
         self._accept(child)
-        if not has_slot(self.policies, view):
+        is_full = not has_slot(self.policies, view)
+        if is_full or self.policies.admission(view, child, self.kv.shared_by_fork(parent)) is not None:
             self.waiting.push(child, view)                  # it will find its prompt in the prefix cache
             return
         self.kv.fork(parent, child)
@@ -384,9 +385,9 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop, request.finished_at = finish.reason, finish.stop, now
         if self._in_flight is not None:
-            self._ended_in_flight.append(request)
+            self._ended.in_flight.append(request)
         elif is_running and self.policies.regime.is_padded and finish is not ABORTED:
-            self._batch.finished.append(request)
+            self._ended.padding.append(request)
         else:
             self.kv.free(request)
         self._kept.forget(request)

@@ -1,32 +1,31 @@
-"""Block copies the scheduler has planned and that the executor has not yet reported done."""
+"""Copies of blocks under way: from the plan that starts one to the result that reports it done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ..errors import InvariantError
-from ..kv.manager import BlockCopy, KVCacheManager
-from .plan import Transfer, TransferKind
+from ..kv.manager import BlockCopy
+from .plan import StepResult, Transfer, TransferKind
 
 
 class CopiesUnderWay:
-    """By transfer id, numbered since start."""
+    """Copies by transfer id."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
+    def __init__(self) -> None:
         self._copies: dict[int, BlockCopy] = {}
-        self._next_transfer_id = 0
+        self._next_id = 0
 
     def begin(self, copy: BlockCopy) -> Transfer:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        self._copies[transfer_id] = copy
-        return Transfer(transfer_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
+        transfer = Transfer(self._next_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
+        self._copies[self._next_id] = copy
+        self._next_id += 1
+        return transfer
 
-    def end(self, transfer_ids: Iterable[int]) -> None:
-        """The executor reports them done: their blocks may be reused."""
-        for transfer_id in transfer_ids:
+    def land(self, result: StepResult) -> list[BlockCopy]:
+        """The copies that a result reports done."""
+        landed = []
+        for transfer_id in result.transfers_done:
             copy = self._copies.pop(transfer_id, None)
             if copy is None:
                 raise InvariantError(f"transfer {transfer_id} was reported done, but was not under way")
-            self._kv.copy_done(copy)
+            landed.append(copy)
+        return landed

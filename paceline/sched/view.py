@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..config import SchedulerConfig
 from ..kv.prefix_hash import PrefixHit
 from ..request import Request
+from .observed import OutputLengths, TenantService
 from .plan import SchedulerOutput, StepResult
 from .step_time import StepTimeModel
 
 
 class WaitingView(Protocol):
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
 
     def oldest(self) -> Request | None:
         """Who has been queued longest."""
@@ -35,9 +38,13 @@ class KVView(Protocol):
 
     def computing_next_block(self, request: Request, hit: PrefixHit) -> str | None: ...
 
+    def num_blocks_held(self, request: Request) -> int: ...
+
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int: ...
 
-    def num_blocks_held(self, request: Request) -> int: ...
+    def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int: ...
+
+    def num_blocks_to_grow(self, growing: Iterable[tuple[Request, int]]) -> int: ...
 
 
 class BatchView(Protocol):
@@ -59,20 +66,25 @@ class Observations:
     step_seconds: float = 0.0               # their durations together
     num_finished: int = 0                   # requests that ended by STOP or LENGTH
     num_finished_output_tokens: int = 0     # what those generated
+    num_steps_since_start: int = 0          # steps since one in which a request left the queue
+    output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    service: TenantService = field(default_factory=TenantService)
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
 
-    def step_ran(self, plan: SchedulerOutput, result: StepResult) -> None:
+    def note_step(self, plan: SchedulerOutput, result: StepResult) -> None:
         self.num_steps += 1
         self.num_step_tokens += plan.num_tokens
         self.step_seconds += result.duration_seconds
         self.step_time.observe(plan, result.duration_seconds)
+        self.num_steps_since_start = 0 if plan.num_started else self.num_steps_since_start + 1
 
-    def request_ended(self, num_output_tokens: int) -> None:
+    def note_end(self, request: Request) -> None:
         self.num_finished += 1
-        self.num_finished_output_tokens += num_output_tokens
+        self.num_finished_output_tokens += request.num_output_tokens
+        self.output_lengths.note(request)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SchedulerView:
     """One step's world as policies see it."""
 
@@ -82,4 +94,5 @@ class SchedulerView:
     now: float
     config: SchedulerConfig
     observations: Observations
+    max_model_len: int              # tokens that no request grows beyond
     batch: BatchView

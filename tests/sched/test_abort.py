@@ -89,5 +89,5 @@ def test_a_thousand_requests_with_cancels_leave_an_empty_engine() -> None:
                  scheduler._choices._unborn,
                  scheduler._choices._parent_of_unborn, scheduler._counters._num_once_computed,
                  scheduler.kv._prefix_cache._chains, scheduler.kv._prefix_cache._computing,
-                 scheduler._kept.request_ids, scheduler._batch.finished, scheduler._ended_in_flight]
+                 scheduler._kept.request_ids, scheduler._ended.in_flight, scheduler._ended.padding]
     assert not any(leftovers)

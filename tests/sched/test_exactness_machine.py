@@ -8,16 +8,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
+from paceline.sched.admission import ADMISSIONS
+from paceline.sched.batching import REGIMES
+from paceline.sched.chunking import CHUNKINGS
+from paceline.sched.gate import GATES
+from paceline.sched.ordering import ORDERINGS
+from paceline.sched.plan import ScoredToken
+from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
 
-from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
+from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
 
 # Not drawn: preemption never, whose admission reserves (tests/sched/test_preemption.py).
 POLICIES = {
-    "regime": st.sampled_from(["continuous", "static", "static_padded", "dynamic"]),
-    "ordering": st.sampled_from(["fcfs", "priority"]),
-    "preemption": st.sampled_from(["recompute", "recompute_tail"]),
-    "victim": st.sampled_from(["latest_arrival", "lowest_priority", "most_blocks", "most_remaining"]),
-    "chunking": st.sampled_from(["fixed", "whole", "itl_bounded"]),
+    "regime": st.sampled_from(["continuous", *REGIMES]),
+    "gate": st.sampled_from(list(GATES)),
+    "ordering": st.sampled_from(list(ORDERINGS)),
+    "admission": st.sampled_from(list(ADMISSIONS)),
+    "preemption": st.sampled_from([name for name in PREEMPTIONS if name != "never"]),
+    "victim": st.sampled_from(list(VICTIM_RULES)),
+    "chunking": st.sampled_from(list(CHUNKINGS)),
 }
 SETUPS = st.builds(
     Setup,
@@ -31,6 +40,12 @@ SETUPS = st.builds(
     **POLICIES,
     batch_timeout_seconds=st.sampled_from([0.0, 3.0]),
     itl_target_ms=st.sampled_from([9.0, 20.0]),    # the executor's steps take 10
+    knobs=st.fixed_dictionaries({
+        "priority_aging_seconds": st.sampled_from([None, 2.0]),
+        "aging_tokens_per_second": st.sampled_from([0.5, 100.0]),
+        "tenant_weights": st.sampled_from(["", "a=3"]), "overcommit_quantile": st.sampled_from([0.5, 0.01]),
+        "waiting_served_ratio": st.sampled_from([0.3, 2.0]), "max_waiting_tokens": st.sampled_from([20, 0, 3]),
+        "max_batch_prefill_tokens": st.sampled_from([None, 1, 12])}),
     eos_token_ids=st.sampled_from([frozenset(), frozenset({EOS, 5})]),
     transfer_delay=st.sampled_from([0, 1, 3]),
     groups=st.sampled_from([FULL_ATTENTION, (KVGroup(window=5),), (KVGroup(), KVGroup(window=3)),
@@ -43,7 +58,9 @@ ASKED = st.fixed_dictionaries({
     "tokens": PROMPTS,
     "max_tokens": st.sampled_from([24, 12, 1]),
     "priority": st.integers(0, 2),
+    "tenant": st.sampled_from(["a", "b"]),
     "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
+    "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
     "is_late": st.booleans(),
 })
 
@@ -55,13 +72,17 @@ class Engine(RuleBasedStateMachine):
     def start(self, setup: Setup, workload: list[dict]) -> None:
         self.stage = Stage(setup)
         self.expected: dict[str, list[int]] = {}
+        self.expected_scores: dict[str, list[ScoredToken]] = {}
         self.plan = None
         self.num_added = 0
         for asked in workload:
             self.add(asked)
 
     def _expect(self, request: Request) -> None:
-        self.expected[request.request_id] = solo(request, self.stage.setup)
+        alone = solo_stage(request, self.stage.setup)
+        self.expected[request.request_id] = alone.tokens["solo"]
+        if request.choice_index == 0:
+            self.expected_scores[request.request_id] = alone.scores.get("solo", [])
 
     @rule(asked=ASKED)
     def add(self, asked: dict) -> None:
@@ -69,7 +90,8 @@ class Engine(RuleBasedStateMachine):
         self.num_added += 1
         prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
         max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
-        fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+        fields = {"priority": asked["priority"], "tenant": asked["tenant"], "seed": self.num_added % 3,
+                  "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
         self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, **fields))
         for i in range(num_choices):
@@ -132,6 +154,8 @@ class Engine(RuleBasedStateMachine):
             return
         for name, tokens in self.stage.tokens.items():
             assert tokens == self.expected[name][: len(tokens)], name
+        for name, scores in self.stage.scores.items():
+            assert scores == self.expected_scores[name][: len(scores)], name
 
     def teardown(self) -> None:
         if not hasattr(self, "stage"):
@@ -143,6 +167,7 @@ class Engine(RuleBasedStateMachine):
         for name, output in stage.finished.items():
             if output.finish_reason is not FinishReason.ABORT:
                 assert stage.tokens[name] == self.expected[name]
+                assert stage.scores.get(name, []) == self.expected_scores.get(name, [])
         stats = stage.scheduler.stats()
         in_transit = stage.scheduler.kv.pool.num_in_transit_blocks
         assert (stats.num_running, stats.num_waiting) == (0, 0)

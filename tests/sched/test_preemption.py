@@ -213,7 +213,8 @@ def test_an_aborted_victim_gives_back_what_it_kept() -> None:
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=8),
-       num_blocks=st.integers(14, 20), budget=st.sampled_from([3, 16, 64]), victim=st.sampled_from(sorted(VICTIM_RULES)),
+       num_blocks=st.integers(14, 20), budget=st.sampled_from([3, 16, 64]),
+       victim=st.sampled_from(sorted(VICTIM_RULES)),
        prefix_cache=st.sampled_from(["none", "hash"]), ordering=st.sampled_from(["fcfs", "priority"]))
 def test_partial_recompute_never_deadlocks(lengths, num_blocks, budget, victim, prefix_cache, ordering) -> None:
     """Nobody starves though victims wait with blocks that others need, and the first in order is never a victim."""
@@ -235,7 +236,8 @@ def test_partial_recompute_never_deadlocks(lengths, num_blocks, budget, victim, 
 def test_each_victim_rule_picks_whom_it_names(victim: str, pays: str) -> None:
     """`first` needs a block; of the four behind it the rule's own kind pays first."""
     stage = Stage(Setup(num_blocks=26, block_size=4, victim=victim, max_num_batched_tokens=200, prefix_cache="none"))
-    kinds = {"first": (20, 40, 0), "wide": (33, 30, 0), "mild": (13, 30, 5), "endless": (13, 90, 0), "late": (13, 30, 0)}
+    kinds = {"first": (20, 40, 0), "wide": (33, 30, 0), "mild": (13, 30, 5), "endless": (13, 90, 0),
+             "late": (13, 30, 0)}
     stage.add(*(make_request(name, prompt, length, salt=i, priority=priority, arrival_time=float(i))
                 for i, (name, (prompt, length, priority)) in enumerate(kinds.items())))
     while not stage.plans or not stage.plans[-1].preempted:
