@@ -98,7 +98,7 @@ clean:
 	@touch $@
 
 .venv-oracle/installed: pyproject.toml constraints.txt | $(INSTALLED) .venv/installed-test
-	@echo "installing PyTorch and transformers into .venv-oracle (1.2 GB or more)"
+	@echo "installing PyTorch, transformers and lm-evaluation-harness into .venv-oracle (2 GB or more)"
 	@test -x .venv-oracle/bin/python || $(PYTHON) -m venv .venv-oracle
 	@.venv-oracle/bin/python scripts/share_packages.py .venv
 	@.venv-oracle/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(call extra,oracle)
