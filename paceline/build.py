@@ -145,7 +145,7 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
         max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits)
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
-    events = EngineEvents(_report_listener, (ForgetStops(stops),))
+    events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
     core = EngineCore(scheduler, executor, clock, events, stops)
     return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
 
@@ -161,6 +161,18 @@ class ForgetStops:
 
     def on_request_finished(self, output: RequestOutput) -> None:
         self._stops.forget((output.request_id,))
+
+
+class TellFailures:
+    """Says which requests a step failed, and why: their clients are told that it is not their fault."""
+
+    def on_step(self, plan: SchedulerOutput, result: StepResult) -> None:
+        for row in result.rows:
+            if row.failure is not None:
+                notice(f"step {result.step_id}: {row.request_id} ends with an error: {row.failure}")
+
+    def on_request_finished(self, output: RequestOutput) -> None:
+        pass
 
 
 def _report_listener(listener: Listener, failure: Exception) -> None:

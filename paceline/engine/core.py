@@ -1,8 +1,8 @@
 """One engine step: schedule, execute, update, tell. Owns nothing but their order; pure but for what is handed in.
 
-Whatever the executor raises goes up untouched and leaves the plan in flight: the loop around decides that the engine is
-dead and tells every stream. There is no half step to go back to. The clock is imported as a type only, since its module
-reads the wall clock.
+A row that failed is a value in the result and ends its own request. Whatever the executor raises goes up untouched and
+leaves the plan in flight: the loop around decides that the engine is dead and tells every stream. There is no half step
+to go back to. The clock is imported as a type only, since its module reads the wall clock.
 """
 
 from __future__ import annotations

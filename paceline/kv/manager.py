@@ -93,6 +93,11 @@ class KVCacheManager:
         """After a step: full blocks whose K/V now exists can be found by others."""
         self._prefix_cache.register(request)
 
+    def distrust(self, request: Request) -> None:
+        """Nobody shall find this request's blocks any more: what a failed step read or wrote there may be no number."""
+        for block_id in request.block_table:
+            self.pool.clear_hash(block_id)
+
     def free(self, request: Request) -> int:
         """Gives all blocks back; returns how many came free."""
         num_free_before = self.pool.num_free_blocks

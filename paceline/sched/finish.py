@@ -16,6 +16,8 @@ class Finish:
 
 
 LENGTH = Finish(FinishReason.LENGTH)
+ABORTED = Finish(FinishReason.ABORT)
+FAILED = Finish(FinishReason.ERROR)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,12 +111,16 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row produced: 0..k tokens in order, with their raw log-probabilities where asked for."""
+    """What a row produced: 0..k tokens in order, with their raw log-probabilities where asked for.
+
+    A row that failed produced nothing, and its K/V is not to be trusted; the other rows of the step are not touched.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     stop: StopMatch | None = None    # a stop string ended inside token_ids; tokens after the last are void
+    failure: str | None = None       # why no usable token came: its request ends with ERROR
 
 
 @dataclass(frozen=True, slots=True)

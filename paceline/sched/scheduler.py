@@ -16,13 +16,13 @@ from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
 from ..kv.manager import BlockCopy, KVCacheManager
 from ..kv.prefix_hash import MISS, PrefixHit
-from ..request import FinishReason, Request, RequestStatus
+from ..request import Request, RequestStatus
 from .choices import Choices, choice_id
 from .counters import Counters
-from .finish import Finish, FinishRules, append_tokens
+from .finish import ABORTED, FAILED, Finish, FinishRules, append_tokens
 from .limits import check_fits, limits_of
 from .ordering import OrderingKey, WaitQueue
-from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
+from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import (
     Preempted,
     Refusal,
@@ -39,7 +39,6 @@ from .preemption import Yield
 from .step_builder import StepBuilder
 from .view import Observations, SchedulerView
 
-ABORTED = Finish(FinishReason.ABORT)
 FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
 
 
@@ -115,7 +114,7 @@ class Scheduler:
         """Ends these and all their choices, born or not. Unknown and finished ids are no error."""
         outputs: list[RequestOutput] = []
         for request_id in request_ids:
-            outputs += self._abort_unborn((request_id, *self._choices.unborn(request_id)), now)
+            outputs += self._end_unborn((request_id, *self._choices.unborn(request_id)), ABORTED, now)
             for living_id in (request_id, *self._choices.descendants(request_id)):
                 request = self._requests.get(living_id)
                 if request is not None:
@@ -300,6 +299,9 @@ class Scheduler:
     ) -> None:
         if result.request_id != row.request_id:
             raise InvariantError(f"the row of {row.request_id} was answered as {result.request_id}")
+        if result.failure is not None:
+            self._fail(request, now, outputs)
+            return
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.register(request)
@@ -315,6 +317,13 @@ class Scheduler:
             self.observations.num_finished_output_tokens += request.num_output_tokens
         logprobs = None if result.logprobs is None else result.logprobs[:num_taken]
         outputs.append(output_of(request, result.token_ids[:num_taken], logprobs))
+
+    def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
+        """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
+        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
+        self.kv.distrust(request)
+        self._end(request, FAILED, now)
+        outputs.append(output_of(request))
 
     def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
         self._counters.num_steps += 1
@@ -380,12 +389,12 @@ class Scheduler:
         self._choices.ended(request)
         self._counters.ended(request)
 
-    def _abort_unborn(self, child_ids: Iterable[str], now: float) -> list[RequestOutput]:
+    def _end_unborn(self, child_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
         """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
         outputs: list[RequestOutput] = []
         for child_id in child_ids:
             cancelled = self._choices.cancel(child_id)
             if cancelled is not None:
-                parent_id, choice_index = cancelled
-                outputs.append(aborted_before_birth(self._requests[parent_id], child_id, choice_index, now))
+                parent_id, index = cancelled
+                outputs.append(ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now))
         return outputs

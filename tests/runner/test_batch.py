@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from paceline.errors import InvariantError, StepFailed
+from paceline.errors import InvariantError
 from paceline.request import SamplingParams
 from paceline.runner.batch import BatchBuilder
 from paceline.sched.plan import LastSampled, SamplingRef, ScheduledRequest, SchedulerOutput, Transfer, TransferKind
@@ -66,8 +66,8 @@ def test_the_last_sampled_token_is_filled_in() -> None:
     assert batch.token_ids.tolist() == [42, 1, 43]
     with pytest.raises(InvariantError, match="a continues"):
         BatchBuilder().build(plan(row("a", 5, [LastSampled.TOKEN], (0,))), {"b": 1})
-    with pytest.raises(StepFailed, match="a"):
-        BatchBuilder().build(plan(row("a", 5, [LastSampled.TOKEN], (0,))), {"a": -1})
+    failed = BatchBuilder().build(plan(row("a", 5, [LastSampled.TOKEN], (0,))), {"a": -1})
+    assert failed.token_ids.tolist() == [0]    # some token: the executor drops what comes of it
 
 
 def test_a_table_is_cached_by_the_identity_of_its_tuple() -> None:

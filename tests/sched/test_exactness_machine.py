@@ -1,4 +1,5 @@
-"""Any mix of adding, stepping, forking and aborting, on any size of engine: books hold and tokens equal solo runs."""
+"""Any mix of adding, stepping, forking, aborting and failing, on any size of engine: books hold and tokens equal those
+of solo runs."""
 
 from __future__ import annotations
 
@@ -90,6 +91,13 @@ class Engine(RuleBasedStateMachine):
         name = names[index % len(names)]
         self.stage.abort(*([name] * (1 + twice)))
 
+    @precondition(lambda self: self.stage.scheduler.has_work())
+    @rule(picked=st.lists(st.integers(0, 1000), min_size=1, max_size=3))
+    def fail(self, picked: list[int]) -> None:
+        """The next row of some of those who run, whatever it is, gives nothing; with them their unborn choices end."""
+        names = [request.request_id for request in self.stage.scheduler.running]
+        self.stage.executor.failing |= {names[index % len(names)] for index in picked if names}
+
     @precondition(lambda self: self.plan is None)
     @rule(index=st.integers(0, 1000), seed=st.integers(0, 3))
     def fork(self, index: int, seed: int) -> None:
@@ -127,7 +135,11 @@ class Engine(RuleBasedStateMachine):
         stage = self.stage.run(max_steps=5000)
         assert stage.finished.keys() == self.expected.keys()
         for name, output in stage.finished.items():
-            if output.finish_reason is not FinishReason.ABORT:
+            failing = stage.executor.failing
+            assert name not in failing or output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT)
+            if output.finish_reason is FinishReason.ERROR:    # it, or the parent it was to be born of
+                assert {name, name.partition(":")[0]} & failing
+            elif output.finish_reason is not FinishReason.ABORT:
                 assert stage.tokens[name] == self.expected[name]
         stats = stage.scheduler.stats()
         in_transit = stage.scheduler.kv.pool.num_in_transit_blocks
