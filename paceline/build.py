@@ -19,6 +19,7 @@ from .engine.core import EngineCore
 from .engine.detokenizer import StopFinder
 from .engine.events import EngineEvents, Listener
 from .engine.messages import Ready, RequestOutput
+from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError
 from .kv.manager import KVCacheManager
@@ -231,7 +232,7 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
     transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
     return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
-                       server.max_queue)
+                       QueueLimits.of(server), WallClock(), server.step_timeout_seconds or None)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:

@@ -52,11 +52,12 @@ class Unsupported(RequestError):
 
 
 class Overloaded(EngineError):
-    """The queue is full: HTTP 429 with Retry-After."""
+    """The queue is full: HTTP 429 (or 503) with Retry-After. `limit` is the knob that said no."""
 
-    def __init__(self, message: str, retry_after_seconds: int) -> None:
+    def __init__(self, message: str, retry_after_seconds: int, limit: str = "max_queue") -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.limit = limit
 
 
 class EngineDead(EngineError):

@@ -4,7 +4,9 @@ engine/messages.py and nothing else; which one is the default is decided by meas
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
+import os
 import queue
 import signal
 import threading
@@ -18,6 +20,7 @@ from ..errors import ConfigError, ModelError, RequestError
 from .core import EngineCore
 from .messages import Abort, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
 
+STDERR = 2    # the descriptor: what a crash needs is there whatever became of sys.stderr
 OnNews = Callable[[News], None]
 
 
@@ -49,6 +52,10 @@ class Transport(Protocol):
 
     def kill(self) -> None:
         """Ends a loop that does not leave by itself, as far as the transport can."""
+        ...
+
+    def give_up(self) -> None:
+        """The loop hangs: writes the stacks of all its threads to stderr, and ends it as far as the transport can."""
         ...
 
 
@@ -146,6 +153,9 @@ class ThreadTransport:
     def kill(self) -> None:
         """A thread cannot be ended from outside; it is a daemon and goes with the process."""
 
+    def give_up(self) -> None:
+        faulthandler.dump_traceback(STDERR, all_threads=True)
+
 
 class _PipeInbox:
     def __init__(self, connection: Connection) -> None:
@@ -165,6 +175,7 @@ def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; when to leave is the front's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable(STDERR, all_threads=True)
 
     def publish(one: News) -> None:
         try:
@@ -208,6 +219,10 @@ class ProcessTransport:
     def kill(self) -> None:
         if self._process.exitcode is None:
             self._process.kill()
+
+    def give_up(self) -> None:
+        if self._process.exitcode is None and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGABRT)    # its faulthandler writes the stacks on the way out
 
     def _read(self, on_news: OnNews) -> None:
         last: News | None = None

@@ -16,15 +16,17 @@ from starlette.types import Receive, Scope, Send
 
 from ..clock import Clock
 from ..config import ServerConfig
-from ..errors import ConfigError, EngineError, Overloaded
+from ..errors import ConfigError, EngineError, Overloaded, RequestError
 from .access import Access
 from .engine_port import Engine, EngineInfo, SeedSource
 from .limits import read_object
 from .metrics import Metrics
-from .openai import CallReader
+from .openai import Call, CallReader
 from .replies import HttpError, as_http_error, json_response
 from .reply import LiveReplies, Reply
 
+# Loading ends soon, and behind a load balancer another server may be there at once.
+COME_AGAIN = {"loading": {"Retry-After": "1"}, "draining": {"Retry-After": "1", "Connection": "close"}}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -48,6 +50,7 @@ def make_app(
         middleware=[Middleware(Access, api_key=config.api_key)],
         exception_handlers={
             HTTPException: _routing_failure,
+            Overloaded: door.refuse,
             EngineError: _failure,
             ClientDisconnect: _nobody_listens,
         },
@@ -94,23 +97,33 @@ class Door:
         self._check_open()
         body = await read_object(request, self.config.max_body_bytes, self.config.max_json_depth)
         self._check_open()    # the body may have taken its time
-        return Reply(self.engine, await self.reader.completion(body), self.live)
+        return self._reply(await self.reader.completion(body))
 
     async def chat(self, request: Request) -> Reply:
         self._check_open()
         body = await read_object(request, self.config.max_body_bytes, self.config.max_json_depth)
         self._check_open()
-        return Reply(self.engine, await self.reader.chat(body), self.live)
+        return self._reply(await self.reader.chat(body))
+
+    def _reply(self, call: Call) -> Reply:
+        most, num_tokens = self.config.max_call_tokens, sum(len(one.prompt_token_ids) for one in call.submits)
+        if most is not None and num_tokens > most:    # never accepted: no invitation to come again
+            field = "messages" if call.is_chat else "prompt"
+            raise RequestError(f"{field}: {num_tokens} tokens; at most {most} fit the queue here", field)
+        return Reply(self.engine, call, self.live)
 
     def _check_open(self) -> None:
         """Refuses work that could not be done, before it costs anything."""
         state = self.engine.state
         if state != "ready":
-            # Loading ends soon, and behind a load balancer another server may be there at once.
-            headers = {"Retry-After": "1"} if state in ("loading", "draining") else {}
-            raise HttpError(503, f"the engine is {state}", f"engine_{state}", headers=headers)
-        if self.engine.num_unfinished >= self.config.max_queue:
-            raise Overloaded(f"{self.config.max_queue} requests are unfinished already", retry_after_seconds=1)
+            raise HttpError(503, f"the engine is {state}", f"engine_{state}", headers=COME_AGAIN.get(state))
+        self.engine.check_room()
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """The answer to who came when the queue was full."""
+        assert isinstance(error, Overloaded)
+        headers = {"Retry-After": str(error.retry_after_seconds)}
+        return HttpError(self.config.overload_status, str(error), "overloaded", headers=headers).response()
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._card(name) for name in self.reader.model_names]})

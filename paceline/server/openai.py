@@ -73,7 +73,7 @@ class CallReader:
         wanted = _wanted_tokens(values)
         if wanted == 0 and not values["echo"]:
             raise RequestError("max_tokens: must be at least 1 unless echo is true, got 0", "max_tokens")
-        parts = split_prompts(body.get("prompt"), max(self.config.max_queue // values["n"], 1))
+        parts = split_prompts(body.get("prompt"), max(self.config.max_call_choices // values["n"], 1))
         prompts = await read_prompts(parts, model, values["add_special_tokens"])
         if values["echo"]:
             call = replace(call, echoes=tuple(_echo(one, model) for one in prompts))
@@ -120,8 +120,8 @@ class CallReader:
         fields.check_best_of(body, values["n"])
         if values["priority"] and not self.engine.model.reads_priority:
             raise Unsupported("priority: not looked at here; a server with --ordering priority does", "priority")
-        if values["n"] > self.config.max_queue:
-            raise RequestError(f"n: at most {self.config.max_queue} choices fit the queue here, got {values['n']}", "n")
+        if values["n"] > (most := self.config.max_call_choices):
+            raise RequestError(f"n: at most {most} choices fit the queue here, got {values['n']}", "n")
         is_chat = known is KNOWN_CHAT
         return Call(
             is_chat=is_chat,

@@ -1,6 +1,10 @@
 """One process that serves: binds first, loads, answers, drains on SIGTERM or SIGINT, leaves at once on the second.
 
-While the model loads the port already answers: /health says 503 loading, and so do the other routes.
+While the model loads the port already answers: /health says 503 loading, and so do the other routes. When the engine
+has died every open stream is told, /health says 503 dead for a moment, and the process leaves by itself.
+
+Exit status: 0 drained (streams cut at the end of the grace included), 1 a second signal or a dead engine, 2 the
+caller's mistake (a bad knob, a model that cannot be served, a port in use).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ EngineFactory: TypeAlias = Callable[[], Awaitable[Engine]]    # awaited on the l
 KEEP_ALIVE_SECONDS = 65      # longer than the 60 of common load balancers
 BACKLOG = 2048
 CLOSE_SECONDS = 5            # for clients to take the last bytes, after the drain
+DEAD_SECONDS = 1.0           # a dead engine's server still answers for so long, for those who ask after its health
 
 
 class EngineSlot:
@@ -65,6 +70,12 @@ class EngineSlot:
 
     def submit(self, message: Submit) -> RequestStream:
         return self._get().submit(message)
+
+    def check_room(self) -> None:
+        self._get().check_room()
+
+    async def until_dead(self) -> None:
+        await self._get().until_dead()
 
     def is_stalled(self, limit_seconds: float) -> bool:
         return self._engine is not None and self._engine.is_stalled(limit_seconds)
@@ -139,7 +150,7 @@ class Service:
         try:
             if await self._load():
                 on_event("ready")
-                await self._stop_asked.wait()
+                await self._either(self._slot.until_dead(), self._stop_asked.wait())
                 await self._drain()
         finally:
             self._live.cut_all()
@@ -163,6 +174,10 @@ class Service:
         return True
 
     async def _drain(self) -> None:
+        """Lets what runs come to its end. A dead engine has told its streams already."""
+        if self._slot.state == "dead":
+            await self._either(asyncio.sleep(DEAD_SECONDS), self._stop_asked.wait())
+            return
         draining = asyncio.ensure_future(self._slot.drain(self._config.grace_seconds))
         await self._first_of(draining, self._stop_insisted.wait())
         if draining.done():
@@ -175,6 +190,13 @@ class Service:
         waiting = asyncio.ensure_future(other)
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
+
+    async def _either(self, *events: Coroutine[Any, Any, object]) -> None:
+        """Waits for the first of them."""
+        waiting = [asyncio.ensure_future(event) for event in events]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()

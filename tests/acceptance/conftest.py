@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -40,16 +43,16 @@ class Server:
         return self.process.wait(60)
 
 
-def start_server(*arguments: str) -> Server:
+def start_server(*arguments: str, model: str = "smollm2") -> Server:
     """Returns when the server has printed its address, which it does once it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", "serve", "smollm2", "--port", "0", *arguments],
+        [sys.executable, "-m", "paceline.cli", "serve", model, "--port", "0", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     server = Server(process)
     assert process.stdout is not None
     for line in process.stdout:
         server.log.append(line)
-        if found := re.match(r"serving smollm2 at (http://[\d.]+:\d+)", line):
+        if found := re.match(r"serving \S+ at (http://[\d.]+:\d+)", line):
             server.url = found.group(1)
             break
     else:
@@ -59,12 +62,22 @@ def start_server(*arguments: str) -> Server:
     return server
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that loads at once and has room for a text that does not end while a test looks at it."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "families" / "llama3", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 17}))
+    return str(directory)
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
-    def start(*arguments: str) -> Server:
-        started.append(start_server(*arguments))
+    def start(*arguments: str, model: str = "smollm2") -> Server:
+        started.append(start_server(*arguments, model=model))
         return started[-1]
 
     yield start
