@@ -3,6 +3,7 @@ handed what it needs."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-from . import __version__
+from . import __version__, logs
 from .clock import WallClock
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .engine import llm as llm_module
@@ -131,7 +132,12 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
 
 
 def notice(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    """For a person: through the log where there is one."""
+    logger = logging.getLogger("paceline")
+    if logger.handlers:
+        logger.warning(text)
+    else:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, keep_logits: bool = False) -> Engine:
@@ -208,6 +214,12 @@ def load_engine(config: EngineConfig) -> Engine:
     return assemble(load_model(config.model), config.cache, config.scheduler)
 
 
+def load_engine_logged(config: EngineConfig, log_format: str, log_level: str) -> Engine:
+    """The same in a process of its own, whose log is to look like its front's."""
+    logs.configure(log_format, log_level)
+    return load_engine(config)
+
+
 def draw_seed() -> int:
     """The injected source of seeds for requests that bring none: 63 random bits."""
     return secrets.randbits(63)
@@ -230,7 +242,10 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
-    transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
+    load = partial(load_engine, config)
+    if server.transport == "process":
+        load = partial(load_engine_logged, config, server.log_format, server.log_level)
+    transport = choose(TRANSPORTS, server.transport, "transport")(load)
     return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
                        QueueLimits.of(server), WallClock(), server.step_timeout_seconds or None)
 

@@ -111,7 +111,15 @@ class ServerConfig:
                                        "dump; 0: never", least=0.0)
     strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
     strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
-    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version")
+    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version; other users "
+                               "of the machine see it in its list of processes, so better PACELINE_API_KEY or a file")
+    api_key_file: str | None = knob(None, "file of keys, one a line, the name of its tenant after it if it has one")
+    admin_key: str | None = knob(None, "key of the routes under /admin, which are closed without one; or "
+                                 "PACELINE_ADMIN_KEY")
+    open_metrics: bool = knob(False, "answer /metrics without a key")
+    log_format: str = knob("text", "form of the log on standard error", choices=("text", "json"))
+    log_level: str = knob("info", "least level that is logged; info has one line a request, without its text",
+                          choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         _check(self)

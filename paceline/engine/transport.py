@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import queue
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -20,6 +20,7 @@ from ..errors import ConfigError, ModelError, RequestError
 from .core import EngineCore
 from .messages import Abort, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
 
+LOGGER = logging.getLogger("paceline.engine")
 STDERR = 2    # the descriptor: what a crash needs is there whatever became of sys.stderr
 OnNews = Callable[[News], None]
 
@@ -84,7 +85,7 @@ def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
     except (ConfigError, ModelError) as mistake:
         publish(Died(str(mistake), is_callers_mistake=True))
     except BaseException as failure:    # the front must hear of every end, also of KeyboardInterrupt in a child
-        traceback.print_exc()
+        LOGGER.exception("the engine loop has failed")
         publish(Died(f"{type(failure).__name__}: {failure}"))
 
 

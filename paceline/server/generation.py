@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from ..engine.detokenizer import OutputText, shown_token_ids
-from ..engine.messages import RequestOutput
+from ..engine.messages import RequestOutput, RequestTimeline
 from ..model.tokenizer import Tokenizer
 from ..request import FinishReason
 from .engine_port import Engine, RequestStream
@@ -27,6 +27,8 @@ class Choice:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
+        self.end = FinishReason.ABORT.value           # how it ended, while it has not: by the client's leaving
+        self.timeline: RequestTimeline | None = None
 
     def take(self, output: RequestOutput) -> str:
         """The text that became certain with this output."""
@@ -36,6 +38,7 @@ class Choice:
         text = self._text.push(shown_token_ids(output.token_ids, stop))
         if output.finish_reason is None:
             return text
+        self.end, self.timeline = output.finish_reason.value, output.timeline
         self.finish_reason = PUBLIC_REASONS.get(output.finish_reason)
         if self.finish_reason is None:
             raise _failure(output.finish_reason)

@@ -87,12 +87,17 @@ class Metrics:
         }
         ended = Counter("vllm:request_success", "Requests ended", (*LABELS, "finished_reason"), registry=registry)
         self._ended = {reason: ended.labels(*self._values, reason.value) for reason in FinishReason}
+        self._refused = Counter("paceline:requests_refused", "Requests turned away before they were accepted, by what "
+                                "said no", (*LABELS, "reason"), registry=registry)
         self._engine_info = dict(engine_info)
         self._stats: EngineStats | None = None
         self._progress: dict[str, Progress] = {}
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(*self._values, reason).inc()
 
     def on_outputs(self, outputs: Outputs) -> None:
         """The engine's listener."""

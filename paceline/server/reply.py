@@ -18,6 +18,7 @@ from .engine_port import Engine
 from .generation import Generation
 from .openai import Call, answer_of, usage_of
 from .replies import as_http_error, json_response
+from .request_log import note_generation
 from .sse import DONE, ChunkEvents, error_event
 
 STREAM_HEADERS = [
@@ -72,7 +73,11 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._live.add(self)
         try:
-            await self._run(Generation(self._engine, self._call), receive, send)
+            generation = Generation(self._engine, self._call)
+            try:
+                await self._run(generation, receive, send)
+            finally:
+                note_generation(scope, self._call, generation)
         finally:
             self._live.discard(self)
 

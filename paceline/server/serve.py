@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
+import logging
 import signal
 import socket
 import sys
@@ -19,9 +21,11 @@ from typing import Any, TypeAlias
 
 import uvicorn
 
+from .. import logs
 from ..clock import Clock
 from ..config import ServerConfig
 from ..engine.messages import EngineStats, Outputs, Submit
+from ..engine.transport import STDERR
 from ..errors import ConfigError, EngineDead
 from .app import make_app, served_names
 from .engine_port import Engine, EngineInfo, RequestStream, SeedSource, ServedModel
@@ -31,7 +35,9 @@ from .reply import LiveReplies
 EngineFactory: TypeAlias = Callable[[], Awaitable[Engine]]    # awaited on the loop; heavy work belongs in a thread
 KEEP_ALIVE_SECONDS = 65      # longer than the 60 of common load balancers
 BACKLOG = 2048
+MAX_OPEN_FILES = 65536
 CLOSE_SECONDS = 5            # for clients to take the last bytes, after the drain
+LOGGER = logging.getLogger("paceline.server")
 DEAD_SECONDS = 1.0           # a dead engine's server still answers for so long, for those who ask after its health
 
 
@@ -233,6 +239,9 @@ def serve(
         service = Service(engine_factory, config, model_name, seed_source, clock, engine_info)
 
         def tell(event: str) -> None:
+            if config.log_format == "json":
+                LOGGER.info(event)
+                return
             print(f"paceline: {event}", file=sys.stderr, flush=True)
             if event == "ready":
                 print(greeting(service.address, served_names(config, model_name)[0], service.is_chat_model),
@@ -240,8 +249,23 @@ def serve(
 
         return await service.run(tell)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    faulthandler.enable(STDERR)
+    raise_file_limit()
+    with (logs.configured(config.log_format, config.log_level),
+          asyncio.Runner(loop_factory=_loop_factory()) as runner):
         return runner.run(run())
+
+
+def raise_file_limit() -> None:
+    """Each client takes a file descriptor, and the usual soft limit of 1024 is soon reached."""
+    try:
+        import resource
+    except ImportError:              # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def greeting(address: str, model_name: str, is_chat_model: bool) -> str:

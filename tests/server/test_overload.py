@@ -77,3 +77,15 @@ def test_what_can_never_fit_is_the_callers_mistake(
 def test_a_chat_that_can_never_fit_names_its_field(start_server: StartServer) -> None:
     response = start_server(max_queue_tokens=3).chat()
     assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+
+
+def test_those_turned_away_are_counted_by_what_said_no(start_server: StartServer) -> None:
+    server = start_server(max_queue_tokens=15, grace_seconds=3600.0)
+    with one_held(server):
+        server.completion(**HELD)
+        server.completion(**HELD)
+        server.on_loop(server.service.ask_to_stop)
+        server.until(lambda: server.engine.state == "draining")
+        server.completion(**HELD)
+        counted = [line for line in server.get("/metrics").text.splitlines() if "requests_refused_total{" in line]
+    assert sorted(line.partition("reason=")[2] for line in counted) == ['"draining"} 1.0', '"max_queue_tokens"} 2.0']
