@@ -226,6 +226,9 @@ __attribute__((noinline)) void cap_scores(float* scores, int count, const Scorin
   for (int i = 0; i < count; i += 16) store(scores + i, mul(tanh(mul(load(scores + i), inner)), outer));
 }
 
+// The tokens [begin, end) of a chunk that a query sees; end may lie past the chunk.
+struct Visible { int begin, end; };
+
 // The running softmax of one query head inside a segment.
 struct State {
   float* m;     // [rows] largest score so far, in units of log 2
@@ -327,7 +330,7 @@ PL_INLINE void weigh(const uint8_t* p, const float* alpha, const Chunk& chunk, i
 
 // One online-softmax update: scores become probabilities, the state's m and l move on, alpha[r] rescales o.
 template <bool is_bf16, int rows>
-PL_INLINE void soften(const float* scores, float scale, const int* num_visible, uint8_t* p, float* m, float* l,
+PL_INLINE void soften(const float* scores, float scale, const Visible* visible, uint8_t* p, float* m, float* l,
                       float* alpha) {
   f32x16 x[rows][kSubs];
   float old_m[16] = {0};
@@ -336,9 +339,13 @@ PL_INLINE void soften(const float* scores, float scale, const int* num_visible, 
   for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
     for (int i = 0; i < kSubs; ++i) x[r][i] = mul(load(scores + r * kChunk + i * 16), set1(scale));
-    if (num_visible[r] < kChunk) {
+    if (visible[r].end < kChunk) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kSubs; ++i) x[r][i] = select(first_lanes(num_visible[r] - i * 16), x[r][i], set1(kMinusInf));
+      for (int i = 0; i < kSubs; ++i) x[r][i] = select(first_lanes(visible[r].end - i * 16), x[r][i], set1(kMinusInf));
+    }
+    if (visible[r].begin > 0) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kSubs; ++i) x[r][i] = select(first_lanes(visible[r].begin - i * 16), set1(kMinusInf), x[r][i]);
     }
     const float most = largest(max(max(x[r][0], x[r][1]), max(x[r][2], x[r][3])));
     old_m[r] = m[r];
@@ -371,7 +378,7 @@ PL_INLINE void soften(const float* scores, float scale, const int* num_visible, 
 
 template <bool is_bf16, int rows, bool prefetches>
 __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim,
-                                           const Chunk& chunk, const int* num_visible, const Scoring& scoring,
+                                           const Chunk& chunk, const Visible* visible, const Scoring& scoring,
                                            const State& state) {
   alignas(64) float scores[rows * kChunk];
   alignas(64) uint8_t p[rows * kWordBytes];
@@ -390,7 +397,7 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
     }
   }
   if (scoring.softcap > 0.0f) cap_scores(scores, rows * kChunk, scoring);
-  soften<is_bf16, rows>(scores, scoring.softcap > 0.0f ? 1.0f : scoring.scale, num_visible, p, state.m, state.l, alpha);
+  soften<is_bf16, rows>(scores, scoring.softcap > 0.0f ? 1.0f : scoring.scale, visible, p, state.m, state.l, alpha);
   const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
   int32_t d = 0;
   for (; d + 16 * kValueVecs <= head_dim; d += 16 * kValueVecs) {
@@ -401,17 +408,17 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
 
 template <bool is_bf16, bool prefetches>
 void attend_some(int rows, const uint32_t* query, int64_t stride, const Layout& at, int32_t head_dim, const Chunk& chunk,
-                 const int* num_visible, const Scoring& scoring, const State& state) {
+                 const Visible* visible, const Scoring& scoring, const State& state) {
   switch (rows) {
-    case 1: return attend_rows<is_bf16, 1, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
-    case 2: return attend_rows<is_bf16, 2, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 1: return attend_rows<is_bf16, 1, prefetches>(query, stride, at, head_dim, chunk, visible, scoring, state);
+    case 2: return attend_rows<is_bf16, 2, prefetches>(query, stride, at, head_dim, chunk, visible, scoring, state);
 #if !defined(PACELINE_ISA_PORTABLE)
-    case 3: return attend_rows<is_bf16, 3, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
-    case 4: return attend_rows<is_bf16, 4, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 3: return attend_rows<is_bf16, 3, prefetches>(query, stride, at, head_dim, chunk, visible, scoring, state);
+    case 4: return attend_rows<is_bf16, 4, prefetches>(query, stride, at, head_dim, chunk, visible, scoring, state);
 #endif
 #if defined(PACELINE_ISA_AVX512)
-    case 5: return attend_rows<is_bf16, 5, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
-    case 6: return attend_rows<is_bf16, 6, prefetches>(query, stride, at, head_dim, chunk, num_visible, scoring, state);
+    case 5: return attend_rows<is_bf16, 5, prefetches>(query, stride, at, head_dim, chunk, visible, scoring, state);
+    case 6: return attend_rows<is_bf16, 6, prefetches>(query, stride, at, head_dim, chunk, visible, scoring, state);
 #endif
     default: return;
   }
@@ -434,6 +441,15 @@ int32_t output_head(const Work& w, int row) {
 }
 int32_t token_of(const Work& w, int row) { return row % w.rows_per_head / w.group; }
 
+// The first key that the query at `position` sees.
+int32_t first_key(int32_t position, int32_t window) { return window > 0 && position >= window ? position - window + 1 : 0; }
+
+Visible visible_of(const Work& w, int row, int32_t chunk_start) {
+  const int32_t position = w.first_position + row / w.group;
+  const int32_t begin = first_key(position, w.job.window) - chunk_start;
+  return {begin > 0 ? begin : 0, position + 1 - chunk_start};
+}
+
 void gather_queries(const Work& w, const float* q) {
   const int32_t dim = w.kv.head_dim;
   for (int row = 0; row < w.num_rows; ++row) {
@@ -450,37 +466,42 @@ void gather_queries(const Work& w, const float* q) {
   }
 }
 
-// The pieces of the chunk at chunk_start of a row, all heads. Returns how many exist.
-int find_pieces(const Work& w, int32_t row, int32_t chunk_start, int32_t num_keys, const uint8_t** pieces) {
+// The pieces of the chunk at chunk_start of a row, all heads, of which no query sees a key before `seen_from`. What is not
+// there to be seen, before or behind, is stood in for by a piece that is, and masked. Returns whether there is one.
+bool find_pieces(const Work& w, int32_t row, int32_t chunk_start, int32_t seen_from, int32_t num_keys, const uint8_t** pieces) {
   const int32_t* block_table = w.batch.block_tables + static_cast<int64_t>(row) * w.batch.max_blocks;
-  int count = 0;
-  for (; count < kSubs && chunk_start + count * 16 < num_keys; ++count) {
-    pieces[count] = piece_at(w.kv, w.at, w.layer, block_table, chunk_start + count * 16);
+  const int first = seen_from > chunk_start ? (seen_from - chunk_start) / 16 : 0;
+  int end = first;
+  for (; end < kSubs && chunk_start + end * 16 < num_keys; ++end) {
+    pieces[end] = piece_at(w.kv, w.at, w.layer, block_table, chunk_start + end * 16);
   }
-  for (int i = count; i < kSubs; ++i) pieces[i] = pieces[0];
-  return count;
+  if (end == first) return false;
+  for (int i = 0; i < first; ++i) pieces[i] = pieces[first];
+  for (int i = end; i < kSubs; ++i) pieces[i] = pieces[first];
+  return true;
 }
-
-int32_t num_keys_of(const Batch& batch, int32_t row) { return batch.positions[batch.row_starts[row + 1] - 1] + 1; }
 
 // The chunk after this one that the thread will read: the row's own, else the first of the next row. False: none.
 bool find_next(const Work& w, int32_t chunk_start, int32_t num_keys, bool is_last_segment, const uint8_t** pieces) {
   const int32_t next = chunk_start + kChunk;
   if (next < num_keys && !(is_last_segment && next % kSegment == 0)) {
-    return find_pieces(w, w.job.row, next, num_keys, pieces) > 0;
+    return find_pieces(w, w.job.row, next, 0, num_keys, pieces);
   }
   if (w.job.next_row < 0) return false;
-  return find_pieces(w, w.job.next_row, 0, num_keys_of(w.batch, w.job.next_row), pieces) > 0;
+  const int32_t row = w.job.next_row;
+  const int32_t seen_from = first_key(w.batch.positions[w.batch.row_starts[row]], w.job.window);
+  const int32_t row_keys = w.batch.positions[w.batch.row_starts[row + 1] - 1] + 1;
+  return find_pieces(w, row, seen_from / kChunk * kChunk, seen_from, row_keys, pieces);
 }
 
-// Whether a value of tokens [first, chunk.num_tokens) is an infinity or a NaN; it may look at the token before first.
+// Whether a value of tokens [first, end) is an infinity or a NaN; it may look at a neighbour of either end.
 template <bool is_bf16>
-bool has_wild_values(const Chunk& chunk, int first, int32_t head_dim) {
+bool has_wild_values(const Chunk& chunk, int first, int end, int32_t head_dim) {
   constexpr int per_piece = is_bf16 ? 8 : 16;
   const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
   const i32x16 high = set1_i32(0x7f800000);
   i32x16 worst = set1_i32(0);
-  for (int token = is_bf16 ? first / 2 * 2 : first; token < chunk.num_tokens; token += is_bf16 ? 2 : 1) {
+  for (int token = is_bf16 ? first / 2 * 2 : first; token < end; token += is_bf16 ? 2 : 1) {
     const int row = is_bf16 ? token / 2 : token;
     const uint8_t* v = chunk.v[row / per_piece] + row % per_piece * row_bytes;
     const i32x16 exists = set1_i32(is_bf16 && token + 1 == chunk.num_tokens ? 0xffff : -1);
@@ -493,63 +514,75 @@ bool has_wild_values(const Chunk& chunk, int first, int32_t head_dim) {
   return reduce_max_i32(worst) == 0x7f800000;
 }
 
-// Values as a query that sees num_visible tokens may read them: what it does not see is zero, for 0 x NaN is a NaN.
+// Values as a query may read them: what it does not see is zero, for 0 x NaN is a NaN.
 template <bool is_bf16>
-void copy_visible(const Chunk& chunk, int num_visible, int32_t head_dim, uint8_t* to) {
+void copy_visible(const Chunk& chunk, const Visible& visible, int32_t head_dim, uint8_t* to) {
   constexpr int per_piece = is_bf16 ? 8 : 16;
   const size_t row_bytes = static_cast<size_t>(head_dim) * 4;
   memset(to, 0, per_piece * kSubs * row_bytes);
-  for (int token = 0; token < num_visible; token += is_bf16 ? 2 : 1) {
+  for (int token = is_bf16 ? visible.begin / 2 * 2 : visible.begin; token < visible.end; token += is_bf16 ? 2 : 1) {
     const int row = is_bf16 ? token / 2 : token;
     const uint8_t* v = chunk.v[row / per_piece] + static_cast<size_t>(row % per_piece) * row_bytes;
     uint8_t* copy = to + static_cast<size_t>(row) * row_bytes;
-    const i32x16 seen = set1_i32(is_bf16 && token + 1 == num_visible ? 0xffff : -1);
-    for (size_t i = 0; i < row_bytes; i += 64) store_i32(copy + i, and_i32(load_i32(v + i), seen));
+    int32_t seen = -1;
+    if (is_bf16 && token < visible.begin) seen &= ~0xffff;
+    if (is_bf16 && token + 1 == visible.end) seen &= 0xffff;
+    for (size_t i = 0; i < row_bytes; i += 64) store_i32(copy + i, and_i32(load_i32(v + i), set1_i32(seen)));
   }
 }
 
-// Rows of one head, one by one, none of which may meet a value that it does not see. The bits are those of the tiles.
+// Rows [first_row, last_row) of one head, one by one, none of which may meet a value that it does not see. The bits are
+// those of the tiles.
 template <bool is_bf16>
 __attribute__((noinline)) void attend_apart(const Work& w, const uint32_t* query, const Chunk& chunk, int first_row,
-                                            int32_t chunk_start, const State& state) {
+                                            int last_row, int32_t chunk_start, const State& state) {
   alignas(64) uint8_t values[kChunk * kMaxHeadDim * 4];
   const int64_t piece_bytes = static_cast<int64_t>(is_bf16 ? 8 : 16) * w.kv.head_dim * 4;
   Chunk apart = chunk;
   for (int i = 0; i < kSubs; ++i) apart.v[i] = values + i * piece_bytes;
-  for (int row = first_row; row < w.rows_per_head; ++row) {
-    int num_visible = w.first_position + row / w.group + 1 - chunk_start;
-    copy_visible<is_bf16>(chunk, num_visible < chunk.num_tokens ? num_visible : chunk.num_tokens, w.kv.head_dim, values);
-    attend_some<is_bf16, false>(1, query + row, w.rows_per_head, w.at, w.kv.head_dim, apart, &num_visible, w.scoring,
+  for (int row = first_row; row < last_row; ++row) {
+    const Visible visible = visible_of(w, row, chunk_start);
+    copy_visible<is_bf16>(chunk, {visible.begin, visible.end < chunk.num_tokens ? visible.end : chunk.num_tokens},
+                          w.kv.head_dim, values);
+    attend_some<is_bf16, false>(1, query + row, w.rows_per_head, w.at, w.kv.head_dim, apart, &visible, w.scoring,
                                 {state.m + row, state.l + row * 16, state.o + static_cast<int64_t>(row) * w.kv.head_dim});
   }
 }
 
-// One head's rows [first_row, rows_per_head) against one chunk.
+// One head's rows that see anything of one chunk.
 template <bool is_bf16>
 void attend_chunk(const Work& w, int head, const Chunk& chunk, bool prefetches, int32_t chunk_start) {
   const int32_t first_token = chunk_start > w.first_position ? chunk_start - w.first_position : 0;
+  int32_t last_token = w.num_tokens;
+  if (w.job.window > 0 && chunk_start + kChunk - 1 + w.job.window - w.first_position < last_token) {
+    last_token = chunk_start + kChunk - 1 + w.job.window - w.first_position;    // later ones have left the chunk behind
+  }
   const int first_row = first_token * w.group;
-  const int count = w.rows_per_head - first_row;
+  const int last_row = last_token * w.group;
+  const int count = last_row - first_row;
   const int num_tiles = (count + kMaxRows - 1) / kMaxRows;
   const int64_t head_at = static_cast<int64_t>(head) * w.rows_per_head;
   const State all = {w.state.m + head_at, w.state.l + head_at * 16, w.state.o + head_at * w.kv.head_dim};
   const uint32_t* head_query = w.query + head_at * w.at.steps;
-  const int first_visible = w.first_position + first_token + 1 - chunk_start;
-  if (first_visible < chunk.num_tokens && has_wild_values<is_bf16>(chunk, first_visible, w.kv.head_dim)) {
-    return attend_apart<is_bf16>(w, head_query, chunk, first_row, chunk_start, all);
+  if (count <= 0) return;
+  const int seen_to = visible_of(w, first_row, chunk_start).end;             // by all rows
+  const int seen_from = visible_of(w, last_row - 1, chunk_start).begin;
+  if ((seen_to < chunk.num_tokens && has_wild_values<is_bf16>(chunk, seen_to, chunk.num_tokens, w.kv.head_dim)) ||
+      (seen_from > 0 && has_wild_values<is_bf16>(chunk, 0, seen_from, w.kv.head_dim))) {
+    return attend_apart<is_bf16>(w, head_query, chunk, first_row, last_row, chunk_start, all);
   }
   int done = 0;
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int rows = (count - done) / (num_tiles - tile);
     const int row = first_row + done;
-    int num_visible[kMaxRows];
-    for (int r = 0; r < rows; ++r) num_visible[r] = w.first_position + (row + r) / w.group + 1 - chunk_start;
+    Visible visible[kMaxRows];
+    for (int r = 0; r < rows; ++r) visible[r] = visible_of(w, row + r, chunk_start);
     const State state = {all.m + row, all.l + row * 16, all.o + static_cast<int64_t>(row) * w.kv.head_dim};
     const uint32_t* query = head_query + row;
     if (prefetches && tile == 0) {
-      attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
+      attend_some<is_bf16, true>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, visible, w.scoring, state);
     } else {
-      attend_some<is_bf16, false>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, num_visible, w.scoring, state);
+      attend_some<is_bf16, false>(rows, query, w.rows_per_head, w.at, w.kv.head_dim, chunk, visible, w.scoring, state);
     }
     done += rows;
   }
@@ -560,10 +593,12 @@ void attend_segment(const Work& w, int32_t segment, int32_t num_keys, bool is_la
   memset(w.state.l, 0, static_cast<size_t>(w.num_rows) * 16 * sizeof(float));
   memset(w.state.o, 0, static_cast<size_t>(w.num_rows) * static_cast<size_t>(w.kv.head_dim) * sizeof(float));
   const int32_t end = num_keys < (segment + 1) * kSegment ? num_keys : (segment + 1) * kSegment;
-  for (int32_t chunk_start = segment * kSegment; chunk_start < end; chunk_start += kChunk) {
+  const int32_t seen_from = first_key(w.first_position, w.job.window);
+  const int32_t begin = seen_from > segment * kSegment ? seen_from / kChunk * kChunk : segment * kSegment;
+  for (int32_t chunk_start = begin; chunk_start < end; chunk_start += kChunk) {
     const uint8_t* pieces[kSubs];
     const uint8_t* next[kSubs] = {nullptr};
-    find_pieces(w, w.job.row, chunk_start, num_keys, pieces);
+    find_pieces(w, w.job.row, chunk_start, seen_from, num_keys, pieces);
     const bool prefetches = find_next(w, chunk_start, num_keys, is_last_segment, next);
     for (int head = 0; head < w.job.last_head - w.job.first_head; ++head) {
       Chunk chunk;
@@ -600,8 +635,11 @@ void finish(const float* o, float l, int32_t head_dim, float* out) {
   for (int32_t d = 0; d < head_dim; d += 16) store(out + d, add(mul(load(o + d), scale), zero()));
 }
 
+int32_t first_segment_of(const Work& w, int row) {
+  return first_key(w.first_position + token_of(w, row), w.job.window) / kSegment;
+}
 bool sees_segment(const Work& w, int row, int32_t segment) {
-  return w.first_position + token_of(w, row) >= segment * kSegment;
+  return w.first_position + token_of(w, row) >= segment * kSegment && first_segment_of(w, row) <= segment;
 }
 
 void leave_partials(const Work& w, int32_t segment, float* partials) {
@@ -609,7 +647,8 @@ void leave_partials(const Work& w, int32_t segment, float* partials) {
   for (int row = 0; row < w.num_rows; ++row) {
     if (!sees_segment(w, row, segment)) continue;
     const int64_t slot = static_cast<int64_t>(token_of(w, row)) * w.num_heads + output_head(w, row);
-    float* to = partials + w.job.partial + (slot * w.job.partial_segments + segment) * (kPartialHead + dim);
+    const int64_t at = slot * w.job.partial_segments + segment - w.job.base_segment;
+    float* to = partials + w.job.partial + at * (kPartialHead + dim);
     to[0] = w.state.m[row];
     to[1] = reduce_add(load(w.state.l + row * 16));
     memcpy(to + kPartialHead, w.state.o + static_cast<int64_t>(row) * dim, static_cast<size_t>(dim) * sizeof(float));
@@ -624,7 +663,7 @@ void take_segment(const Work& w, int32_t segment, float* total_m, float* total_l
     const float* o = w.state.o + static_cast<int64_t>(row) * dim;
     const float l = reduce_add(load(w.state.l + row * 16));
     float* to = total_o + static_cast<int64_t>(row) * dim;
-    if (segment > 0) {
+    if (segment > first_segment_of(w, row)) {
       merge(total_m[row], total_l[row], to, w.state.m[row], l, o, dim);
     } else {
       total_m[row] = w.state.m[row];

@@ -147,11 +147,11 @@ nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::han
   const auto tokens = array_of<int32_t, 1>("token_ids", token_ids);
   const auto at = vector_of<int32_t>("positions", positions, tokens.shape(0));
   const auto starts = array_of<int32_t, 1>("row_starts", row_starts);
-  const auto tables = array_of<int32_t, 2>("block_tables", block_tables);
+  const auto tables = array_of<int32_t, 3>("block_tables", block_tables);
   const auto want = array_of<int32_t, 1>("wanted", wanted);
   const auto copy = array_of<int32_t, 2>("copies", copies);
   if (starts.shape(0) == 0) refuse("row_starts: needs one entry more than there are rows");
-  if (tables.shape(0) != starts.shape(0) - 1) refuse("block_tables: needs one row for every row of the step");
+  if (tables.shape(1) != starts.shape(0) - 1) refuse("block_tables: needs, for each group, one row for every row of the step");
   if (copy.shape(1) != 2) refuse("copies: needs pairs of block ids");
   const size_t num_wanted = want.shape(0);
   const SamplingArrays sampling(num_wanted, temperature, top_k, top_p, seed, prompt_index, choice_index, position,
@@ -162,7 +162,8 @@ nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::han
   in.num_rows = static_cast<int64_t>(starts.shape(0)) - 1;
   in.num_wanted = static_cast<int64_t>(num_wanted);
   in.num_copies = static_cast<int64_t>(copy.shape(0));
-  in.max_blocks = static_cast<int64_t>(tables.shape(1));
+  in.num_groups = static_cast<int64_t>(tables.shape(0));
+  in.max_blocks = static_cast<int64_t>(tables.shape(2));
   in.token_ids = tokens.data();
   in.positions = at.data();
   in.row_starts = starts.data();

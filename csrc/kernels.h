@@ -88,7 +88,8 @@ constexpr int kPartialHead = 16;
 constexpr int kMaxQueries = 96;    // query heads one attend call may hold: tokens x heads of the KV heads it covers
 constexpr int kMaxHeadDim = 256;
 
-// One piece of attention. With partials set, every segment of the range leaves a partial instead of a result.
+// One piece of attention. With partials set, every segment of the range leaves a partial instead of a result. Block table
+// entries of tokens that no query of the job's row sees are never read.
 struct AttendJob {
   int32_t row;
   int32_t first, last;                   // query tokens, consecutive positions of one row
@@ -97,6 +98,8 @@ struct AttendJob {
   int32_t next_row;                      // the row whose first keys the caller will want next, or -1
   int64_t partial;                       // first float of the job's tokens in `partials`
   int32_t partial_segments;              // segments a (token, head) has room for there
+  int32_t base_segment;                  // the one that the first of them is for
+  int32_t window;                        // tokens a query sees, itself included; 0: all before it
 };
 
 struct KernelTable {

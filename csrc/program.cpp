@@ -21,6 +21,7 @@ const std::map<std::string, Verb>& verbs() {
 
 constexpr int64_t kMaxWidth = int64_t{1} << 30;     // so that sizes in bytes stay far from overflow
 constexpr int64_t kMaxLayers = int64_t{1} << 12;    // and of heads
+constexpr int32_t kNoLayer = -1;                    // a group's window before any of its layers is seen
 
 std::string text(int64_t number) { return std::to_string(number); }
 
@@ -122,7 +123,9 @@ class Compiler {
       }
     }
     out_.num_positions = std::numeric_limits<int32_t>::max();
+    out_.group_windows.assign(1, kNoLayer);
     for (size_t i = 0; i < spec_.nodes.size(); ++i) add_node(NodeReader(spec_, i, index_));
+    for (int32_t& window : out_.group_windows) window = window == kNoLayer ? 0 : window;
     return std::move(out_);
   }
 
@@ -243,11 +246,12 @@ class Compiler {
   }
 
   void rope_write_kv(const NodeReader& node) {
-    node.shape(1, true, 0, 1, {"layer"});
+    node.shape(1, true, 0, 1, {"layer", "kv_group"});
     Step step{Verb::rope_write_kv};
     step.in = node.input(0);
     step.out = node.output();
     step.layer = layer_of(node);
+    step.kv_group = group_of(node);
     node.rows(step.in, false);
     node.rows(step.out, false);
     node.width(step.in, (spec_.num_heads + 2 * spec_.num_kv_heads) * spec_.head_dim);
@@ -264,11 +268,13 @@ class Compiler {
   }
 
   void paged_attention(const NodeReader& node) {
-    node.shape(1, true, 0, 0, {"layer", "scale", "softcap"});
+    node.shape(1, true, 0, 0, {"layer", "kv_group", "window", "scale", "softcap"});
     Step step{Verb::paged_attention};
     step.in = node.input(0);
     step.out = node.output();
     step.layer = layer_of(node);
+    step.kv_group = group_of(node);
+    step.plan = plan_of(node, step.kv_group);
     step.scale = static_cast<float>(node.attr("scale"));
     step.softcap = static_cast<float>(node.attr("softcap", 0.0));
     node.require(step.softcap >= 0.0f, "softcap must not be negative");
@@ -337,6 +343,31 @@ class Compiler {
     node.require(layer >= 0 && layer < static_cast<double>(kv_.num_layers) && layer == static_cast<int32_t>(layer),
                  "layer is not one of the cache's " + text(kv_.num_layers));
     return static_cast<int32_t>(layer);
+  }
+
+  // Block tables come group by group, so every group up to the last one named counts.
+  int32_t group_of(const NodeReader& node) {
+    const double group = node.attr("kv_group", 0.0);
+    node.require(group >= 0 && group < static_cast<double>(kMaxLayers) && group == static_cast<int32_t>(group),
+                 "kv_group must be a whole number below " + text(kMaxLayers));
+    const size_t index = static_cast<size_t>(group);
+    if (index >= out_.group_windows.size()) out_.group_windows.resize(index + 1, kNoLayer);
+    return static_cast<int32_t>(group);
+  }
+
+  // The plan of attention that the node's window goes by.
+  int plan_of(const NodeReader& node, int32_t group) {
+    const double given = node.attr("window", 0.0);
+    node.require(given >= 0 && given <= std::numeric_limits<int32_t>::max() / 2 && given == static_cast<int32_t>(given),
+                 "window must be a whole number of tokens, 0 for none");
+    const int32_t window = static_cast<int32_t>(given);
+    int32_t& widest = out_.group_windows[static_cast<size_t>(group)];
+    if (widest == kNoLayer || window == 0 || (widest > 0 && window > widest)) widest = window;
+    for (size_t i = 0; i < out_.windows.size(); ++i) {
+      if (out_.windows[i] == window) return static_cast<int>(i);
+    }
+    out_.windows.push_back(window);
+    return static_cast<int>(out_.windows.size()) - 1;
   }
 
   // The buffer in a linear's form; made once and valid until the buffer is written again.

@@ -58,7 +58,8 @@ struct Step {
   const float* array = nullptr;    // norm weight or rope table
   const float* bias = nullptr;
   float eps = 0.0f, scale = 0.0f, softcap = 0.0f;
-  int32_t layer = 0;
+  int32_t layer = 0, kv_group = 0; // rope_write_kv, paged_attention: which layer of which group of the cache
+  int plan = 0;                    // paged_attention: index into Compiled::windows
   int64_t out_column = 0;          // linear, rms_norm_slices: where its columns start
   int64_t width = 0, count = 0;    // rms_norm_slices: of a slice, and how many; rope_write_kv: width is rotary_dim
   int prepared = -1;               // linear: the prepared form it reads, -1 for f32; prepare: the one it writes
@@ -82,6 +83,8 @@ struct Compiled {
   std::vector<Op> ops;
   std::vector<PreparedSpec> prepared;
   int64_t num_positions;           // rows of the shortest rope table
+  std::vector<int32_t> windows;          // the different ones of the program's attention; 0: none
+  std::vector<int32_t> group_windows;    // of each KV group, how far its layers look back at most; 0: to the start
 };
 
 // Throws std::invalid_argument naming the node at fault. The result points into the spec's weights.

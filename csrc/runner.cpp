@@ -25,6 +25,9 @@ constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that
 std::string text(int64_t number) { return std::to_string(number); }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The first key that the query at `position` sees.
+int64_t first_key(int64_t position, int64_t window) { return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0; }
+
 void require(bool holds, const std::string& why) {
   if (!holds) throw std::invalid_argument(why);
 }
@@ -106,6 +109,9 @@ Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, co
   for (const Op& op : compiled_.ops) {
     if (op.kind == Op::sample) logits_buffer_ = op.steps[0].in;
   }
+  batches_.resize(compiled_.group_windows.size());
+  attention_.resize(compiled_.windows.size());
+  for (size_t i = 0; i < attention_.size(); ++i) attention_[i].window = compiled_.windows[i];
   pool_ = std::make_unique<Pool>(num_threads, *this);
 }
 
@@ -164,6 +170,8 @@ void Runner::poison(const int32_t* block_ids, int64_t count) {
 void Runner::check(const StepInput& in) const {
   constexpr int64_t most = int64_t{1} << 24;
   require(in.num_tokens <= most && in.num_rows <= most, "too many tokens in a step");
+  require(in.num_groups == static_cast<int64_t>(batches_.size()), "block_tables are of " + text(in.num_groups) +
+          " groups, the program has " + text(static_cast<int64_t>(batches_.size())));
   require(in.row_starts[0] == 0 && in.row_starts[in.num_rows] == in.num_tokens,
           "row_starts must go from 0 to the number of tokens");
   for (int64_t row = 0; row < in.num_rows; ++row) {
@@ -197,8 +205,15 @@ void Runner::check_row(const StepInput& in, int64_t row) const {
   const int64_t num_blocks = in.positions[last - 1] / kv_.block_size + 1;
   require(num_blocks <= in.max_blocks,
           "row " + text(row) + " needs " + text(num_blocks) + " blocks, its table has " + text(in.max_blocks));
-  const int32_t* table = in.block_tables + row * in.max_blocks;
-  for (int64_t i = 0; i < num_blocks; ++i) {
+  for (int64_t group = 0; group < in.num_groups; ++group) check_blocks(in, row, group);
+}
+
+// The blocks that the row's tokens see or write; those behind a window are never read.
+void Runner::check_blocks(const StepInput& in, int64_t row, int64_t group) const {
+  const int64_t num_blocks = in.positions[in.row_starts[row + 1] - 1] / kv_.block_size + 1;
+  const int64_t seen_from = first_key(in.positions[in.row_starts[row]], compiled_.group_windows[static_cast<size_t>(group)]);
+  const int32_t* table = in.block_tables + (group * in.num_rows + row) * in.max_blocks;
+  for (int64_t i = seen_from / kv_.block_size; i < num_blocks; ++i) {
     require(table[i] >= 0 && table[i] < kv_.num_blocks,
             "block id " + text(table[i]) + " of row " + text(row) + " is out of range");
   }
@@ -223,6 +238,10 @@ void Runner::take_batch(const StepInput& in) {
   batch_ = {static_cast<int32_t>(in.num_tokens), static_cast<int32_t>(in.num_rows), static_cast<int32_t>(in.num_wanted),
             static_cast<int32_t>(in.max_blocks), in.token_ids, in.positions, in.row_starts, row_of_token_.data(),
             in.block_tables, in.wanted};
+  for (size_t group = 0; group < batches_.size(); ++group) {
+    batches_[group] = batch_;
+    batches_[group].block_tables += static_cast<int64_t>(group) * in.num_rows * in.max_blocks;
+  }
   sampling_ = in.sampling;
 }
 
@@ -270,7 +289,7 @@ void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
 
 void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
   const int64_t threads = pool_->num_threads();
-  plan_attention();
+  for (AttentionPlan& each : attention_) plan_attention(each);
   for (size_t i = 0; i < compiled_.ops.size(); ++i) {
     const Op& op = compiled_.ops[i];
     const int64_t num_rows = op.is_wanted ? num_wanted : num_tokens;
@@ -286,8 +305,8 @@ void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
         tiling = tile_linear(op.steps[0], num_rows);
         total = tiling.num_row_tiles * ceil_div(op.steps[0].weight->num_strips, tiling.strips_per_tile);
         break;
-      case Op::attend: total = static_cast<int64_t>(job_groups_.size()) - 1; break;
-      case Op::merge: total = static_cast<int64_t>(merges_.size()); break;
+      case Op::attend: total = static_cast<int64_t>(attention_of(op).job_groups.size()) - 1; break;
+      case Op::merge: total = static_cast<int64_t>(attention_of(op).merges.size()); break;
       case Op::sample: total = num_rows; break;
     }
     require(total <= Pool::kMaxTiles, "too many tokens in a step");
@@ -312,45 +331,50 @@ Runner::Tiling Runner::tile_linear(const Step& step, int64_t num_rows) const {
   return tiling;
 }
 
-void Runner::plan_attention() {
-  jobs_.clear();
-  merges_.clear();
-  num_partials_ = 0;
-  find_row_tiles();
+const Runner::AttentionPlan& Runner::attention_of(const Op& op) const {
+  return attention_[static_cast<size_t>(op.steps[0].plan)];
+}
+
+void Runner::plan_attention(AttentionPlan& plan) {
+  plan.jobs.clear();
+  plan.merges.clear();
+  plan.num_partials = 0;
+  find_row_tiles(plan);
   const int64_t kv_heads = spec_.num_kv_heads;
   const int64_t threads = pool_->num_threads();
-  const bool is_many = static_cast<int64_t>(row_tiles_.size()) >= 4 * threads;
+  const bool is_many = static_cast<int64_t>(plan.row_tiles.size()) >= 4 * threads;
   int64_t total = 0;
-  for (const RowTile& tile : row_tiles_) total += (tile.last - tile.first) * tile.num_keys * kv_heads;
+  for (const RowTile& tile : plan.row_tiles) total += tile.cost() * kv_heads;
   const int64_t target = std::max<int64_t>(total / (threads * 4), 1);
-  for (const RowTile& tile : row_tiles_) {
+  for (const RowTile& tile : plan.row_tiles) {
     const int64_t queries = (tile.last - tile.first) * spec_.num_heads;
     const bool is_whole = (is_many || threads == 1) && queries <= kMaxQueries && tile.last - tile.first <= 4;
     const int64_t heads_per_job = is_whole ? kv_heads : 1;
-    const int64_t cost = (tile.last - tile.first) * tile.num_keys * heads_per_job;
-    const int64_t segments = ceil_div(tile.num_keys, kSegment);
-    add_jobs(tile, heads_per_job, threads == 1 ? 1 : std::min(segments, ceil_div(cost, target)));
+    const int64_t segments = ceil_div(tile.num_keys, kSegment) - tile.first_segment();
+    add_jobs(plan, tile, heads_per_job, threads == 1 ? 1 : std::min(segments, ceil_div(tile.cost() * heads_per_job, target)));
   }
-  group_jobs(target);
-  partials_.reserve(static_cast<size_t>(num_partials_) * sizeof(float));
+  group_jobs(plan, target);
+  partials_.reserve(static_cast<size_t>(plan.num_partials) * sizeof(float));
 }
 
-void Runner::find_row_tiles() {
-  row_tiles_.clear();
+void Runner::find_row_tiles(AttentionPlan& plan) const {
+  plan.row_tiles.clear();
   const int32_t tile_tokens = static_cast<int32_t>(std::max<int64_t>(kQueriesPerTile / group(), 1));
   for (int32_t row = 0; row < batch_.num_rows; ++row) {
     for (int32_t first = batch_.row_starts[row]; first < batch_.row_starts[row + 1]; first += tile_tokens) {
       const int32_t last = std::min(first + tile_tokens, batch_.row_starts[row + 1]);
-      row_tiles_.push_back({row, first, last, batch_.positions[last - 1] + int64_t{1}});
+      plan.row_tiles.push_back({row, first, last, first_key(batch_.positions[first], plan.window),
+                                batch_.positions[last - 1] + int64_t{1}});
     }
   }
 }
 
 // One job for every `heads_per_job` heads and each of `num_pieces` runs of segments. More than one piece: each segment
 // leaves a partial, and every token is merged by an operation of its own.
-void Runner::add_jobs(const RowTile& tile, int64_t heads_per_job, int64_t num_pieces) {
-  const int64_t segments = ceil_div(tile.num_keys, kSegment);
-  const int64_t partial_size = spec_.num_heads * segments * (kPartialHead + spec_.head_dim);
+void Runner::add_jobs(AttentionPlan& plan, const RowTile& tile, int64_t heads_per_job, int64_t num_pieces) const {
+  const int64_t base = tile.first_segment();
+  const int64_t segments = ceil_div(tile.num_keys, kSegment) - base;
+  const int64_t partial_size = kPartialHead + spec_.head_dim;
   for (int64_t head = 0; head < spec_.num_kv_heads; head += heads_per_job) {
     for (int64_t piece = 0; piece < num_pieces; ++piece) {
       AttendJob job{};
@@ -359,37 +383,44 @@ void Runner::add_jobs(const RowTile& tile, int64_t heads_per_job, int64_t num_pi
       job.last = tile.last;
       job.first_head = static_cast<int32_t>(head);
       job.last_head = static_cast<int32_t>(std::min(head + heads_per_job, spec_.num_kv_heads));
-      job.first_segment = static_cast<int32_t>(segments * piece / num_pieces);
-      job.last_segment = static_cast<int32_t>(segments * (piece + 1) / num_pieces);
+      job.first_segment = static_cast<int32_t>(base + segments * piece / num_pieces);
+      job.last_segment = static_cast<int32_t>(base + segments * (piece + 1) / num_pieces);
       job.next_row = -1;
-      job.partial = num_pieces > 1 ? num_partials_ : -1;
+      job.partial = num_pieces > 1 ? plan.num_partials : -1;
       job.partial_segments = static_cast<int32_t>(segments);
-      jobs_.push_back(job);
+      job.base_segment = static_cast<int32_t>(base);
+      job.window = plan.window;
+      plan.jobs.push_back(job);
     }
   }
   if (num_pieces == 1) return;
   for (int32_t token = tile.first; token < tile.last; ++token) {
-    merges_.push_back({token, batch_.positions[token] / kSegment + 1, static_cast<int32_t>(segments), num_partials_});
-    num_partials_ += partial_size;
+    const int64_t position = batch_.positions[token];
+    const int64_t skipped = first_key(position, plan.window) / kSegment - base;    // segments that the token has left behind
+    plan.merges.push_back({token, static_cast<int32_t>(position / kSegment + 1 - base - skipped), static_cast<int32_t>(segments),
+                           plan.num_partials + skipped * partial_size});
+    plan.num_partials += spec_.num_heads * segments * partial_size;
   }
 }
 
 int64_t Runner::job_cost(const AttendJob& job) const {
   const int64_t num_keys = batch_.positions[job.last - 1] + 1;
   const int64_t end = std::min<int64_t>(num_keys, int64_t{job.last_segment} * kSegment);
-  return (job.last - job.first) * (job.last_head - job.first_head) * (end - int64_t{job.first_segment} * kSegment);
+  const int64_t begin = std::max(int64_t{job.first_segment} * kSegment, first_key(batch_.positions[job.first], job.window));
+  return (job.last - job.first) * (job.last_head - job.first_head) * (end - begin);
 }
 
 // Neighbouring jobs form a tile until they cost about `target`. Inside a tile a job knows which row comes next.
-void Runner::group_jobs(int64_t target) {
-  job_groups_.assign(1, 0);
+void Runner::group_jobs(AttentionPlan& plan, int64_t target) const {
+  std::vector<AttendJob>& jobs = plan.jobs;
+  plan.job_groups.assign(1, 0);
   int64_t cost = 0;
-  for (size_t i = 0; i < jobs_.size(); ++i) {
-    cost += job_cost(jobs_[i]);
-    const bool ends = i + 1 == jobs_.size() || 2 * cost + job_cost(jobs_[i + 1]) > 2 * target;
-    if (!ends && jobs_[i + 1].row != jobs_[i].row) jobs_[i].next_row = jobs_[i + 1].row;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    cost += job_cost(jobs[i]);
+    const bool ends = i + 1 == jobs.size() || 2 * cost + job_cost(jobs[i + 1]) > 2 * target;
+    if (!ends && jobs[i + 1].row != jobs[i].row) jobs[i].next_row = jobs[i + 1].row;
     if (!ends) continue;
-    job_groups_.push_back(static_cast<int32_t>(i + 1));
+    plan.job_groups.push_back(static_cast<int32_t>(i + 1));
     cost = 0;
   }
 }
@@ -409,15 +440,18 @@ void Runner::run(int index, int tile, int thread) {
       break;
     }
     case Op::linear: run_linear(op, tiling, tile); break;
-    case Op::attend:
-      for (int32_t i = job_groups_[static_cast<size_t>(tile)]; i < job_groups_[static_cast<size_t>(tile) + 1]; ++i) {
-        const AttendJob& job = jobs_[static_cast<size_t>(i)];
+    case Op::attend: {
+      const AttentionPlan& plan = attention_of(op);
+      for (int32_t i = plan.job_groups[static_cast<size_t>(tile)]; i < plan.job_groups[static_cast<size_t>(tile) + 1]; ++i) {
+        const AttendJob& job = plan.jobs[static_cast<size_t>(i)];
         kernels_.attend(buffer(step.in), kv_, step.layer, static_cast<int32_t>(spec_.num_heads), step.scale, step.softcap,
-                        batch_, job, buffer(step.out), job.partial < 0 ? nullptr : partials_.as<float>());
+                        batches_[static_cast<size_t>(step.kv_group)], job, buffer(step.out),
+                        job.partial < 0 ? nullptr : partials_.as<float>());
       }
       break;
+    }
     case Op::merge: {
-      const MergeJob& job = merges_[static_cast<size_t>(tile)];
+      const MergeJob& job = attention_of(op).merges[static_cast<size_t>(tile)];
       kernels_.merge_segments(partials_.as<float>() + job.partial, job.partial_segments, job.num_segments, kv_.head_dim, 0,
                               static_cast<int32_t>(spec_.num_heads), buffer(step.out) + job.token * width(step.out));
       break;
@@ -444,7 +478,8 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
     case Verb::softcap: return kernels_.softcap(out, step.scale, width(step.out), first, last);
     case Verb::rope_write_kv:
       return kernels_.rope_write_kv(in, step.array, static_cast<int32_t>(step.width), out, kv_, step.layer,
-                                    static_cast<int32_t>(spec_.num_heads), batch_, first, last);
+                                    static_cast<int32_t>(spec_.num_heads), batches_[static_cast<size_t>(step.kv_group)],
+                                    first, last);
     case Verb::prepare: {
       const size_t prepared = static_cast<size_t>(step.prepared);
       return kernels_.prepare(compiled_.prepared[prepared].form, in, prepared_[prepared], width(step.in), first, last);

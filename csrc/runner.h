@@ -16,11 +16,11 @@ namespace paceline {
 
 // One step's arrays, as ForwardBatch (paceline/ops/interface.py) has them.
 struct StepInput {
-  int64_t num_tokens, num_rows, num_wanted, num_copies, max_blocks;
+  int64_t num_tokens, num_rows, num_wanted, num_copies, num_groups, max_blocks;
   const int32_t* token_ids;
   const int32_t* positions;
   const int32_t* row_starts;
-  const int32_t* block_tables;
+  const int32_t* block_tables;  // [num_groups][num_rows][max_blocks]
   const int32_t* wanted;
   const int32_t* copies;        // [num_copies][2]
   Sampling sampling;
@@ -89,25 +89,38 @@ class Runner final : public Work {
     int32_t token, num_segments, partial_segments;
     int64_t partial;
   };
-  struct RowTile {    // query tokens of one row that attention takes together
+  struct RowTile {    // query tokens of one row that attention takes together, and the keys [first_key, num_keys) they see
     int32_t row, first, last;
-    int64_t num_keys;
+    int64_t first_key, num_keys;
+    int64_t first_segment() const { return first_key / kSegment; }
+    int64_t cost() const { return (last - first) * (num_keys - first_key); }    // of one KV head
+  };
+  // How attention under one window is shared out in this step.
+  struct AttentionPlan {
+    int32_t window = 0;
+    std::vector<RowTile> row_tiles;
+    std::vector<AttendJob> jobs;
+    std::vector<int32_t> job_groups;    // first job of each tile, and the end
+    std::vector<MergeJob> merges;
+    int64_t num_partials = 0;
   };
 
   std::unique_lock<std::mutex> lock_open() const;
   void check(const StepInput& in) const;
   void check_row(const StepInput& in, int64_t row) const;
+  void check_blocks(const StepInput& in, int64_t row, int64_t group) const;
   void copy_blocks(const StepInput& in);
   void take_batch(const StepInput& in);
   void grow(int64_t num_tokens, int64_t num_wanted);
 
   void plan(int64_t num_tokens, int64_t num_wanted);
   Tiling tile_linear(const Step& step, int64_t num_rows) const;
-  void plan_attention();
-  void find_row_tiles();
-  void add_jobs(const RowTile& tile, int64_t heads_per_job, int64_t num_pieces);
-  void group_jobs(int64_t target_cost);
+  void plan_attention(AttentionPlan& plan);
+  void find_row_tiles(AttentionPlan& plan) const;
+  void add_jobs(AttentionPlan& plan, const RowTile& tile, int64_t heads_per_job, int64_t num_pieces) const;
+  void group_jobs(AttentionPlan& plan, int64_t target_cost) const;
   int64_t job_cost(const AttendJob& job) const;
+  const AttentionPlan& attention_of(const Op& op) const;
 
   void run_rows(const Step& step, int64_t first, int64_t last);
   void run_linear(const Op& op, const Tiling& tiling, int tile);
@@ -131,18 +144,15 @@ class Runner final : public Work {
   int64_t capacity_tokens_ = 0, capacity_wanted_ = 0;
 
   // The step in progress.
-  Batch batch_{};
+  Batch batch_{};                  // with the block tables of the first KV group
+  std::vector<Batch> batches_;     // the same with those of each
   Sampling sampling_{};
   std::vector<int32_t> row_of_token_;
   int32_t* token_ids_ = nullptr;
   float* logprobs_ = nullptr;
   std::vector<Tiling> tilings_;
   std::unique_ptr<std::atomic<int>[]> totals_;
-  std::vector<RowTile> row_tiles_;
-  std::vector<AttendJob> jobs_;
-  std::vector<int32_t> job_groups_;    // first job of each tile, and the end
-  std::vector<MergeJob> merges_;
-  int64_t num_partials_ = 0;
+  std::vector<AttentionPlan> attention_;    // one for each of Compiled::windows
 
   struct Timer { int64_t calls = 0; double seconds = 0.0; };
   bool is_profiling_ = false;

@@ -23,9 +23,11 @@ from .engine.messages import Ready, RequestOutput
 from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError
+from .kv.groups import KVBudget, KVGroup
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
 from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
+from .model.layer_groups import LayerGroup, layer_groups
 from .model.loader import ModelFiles, open_model
 from .model.rope import rope_choice
 from .ops.backends import make_backend
@@ -35,7 +37,7 @@ from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, check_weights_memory, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_weights_memory, kv_bytes, kv_spec
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -81,6 +83,10 @@ class LoadedModel:
     program: Program
     config: ModelConfig
     max_model_len: int    # tokens the program's tables reach
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        return layer_groups(self.files.spec, self.max_model_len)
 
     @property
     def weight_forms(self) -> dict[str, int]:
@@ -144,17 +150,22 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
     """Binds KV memory and a schedule to a loaded model."""
     policies = build_policies(sched)
     prefix_cache = choose(PREFIX_CACHES, cache.prefix_cache, "prefix_cache")
-    kv = kv_spec(loaded.files.spec, cache, loaded.config.kv_dtype)
+    kv = kv_spec(loaded.files.spec, loaded.groups, cache, loaded.config.kv_dtype)
     check_kv_memory(kv)
     clock = WallClock()
     scheduler = Scheduler(
-        sched, KVCacheManager(kv.num_blocks, kv.block_size, prefix_cache), policies,
+        sched, KVCacheManager(kv.num_blocks, kv.block_size, prefix_cache, kv_groups(loaded),
+                              sched.max_num_batched_tokens), policies,
         max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
-    executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits)
+    executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
     events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
     core = EngineCore(scheduler, executor, clock, events, stops)
     return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
+
+
+def kv_groups(loaded: LoadedModel) -> tuple[KVGroup, ...]:
+    return tuple(KVGroup(group.window) for group in loaded.groups)
 
 
 class ForgetStops:
@@ -194,7 +205,7 @@ def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: Schedul
     notices = []
     if scheduler.limits.max_model_len < loaded.max_model_len:
         notices.append(
-            f"the pool of {kv.num_blocks} blocks holds {kv.num_blocks * kv.block_size} tokens, less than the model's "
+            f"the pool of {kv.num_blocks} blocks holds fewer tokens of a request than the model's "
             f"{loaded.max_model_len}: requests are limited to {scheduler.limits.max_model_len} tokens")
     return Ready(max_model_len=scheduler.limits.max_model_len, num_blocks=kv.num_blocks, block_size=kv.block_size,
                  fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
@@ -278,9 +289,10 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
     check_names(config)
     loaded = load_model(config.model)
-    spec, kv = loaded.files.spec, kv_spec(loaded.files.spec, config.cache, config.model.kv_dtype)
-    num_tokens = kv.num_blocks * kv.block_size
-    reach = min(loaded.max_model_len, num_tokens)
+    spec, groups = loaded.files.spec, kv_groups(loaded)
+    kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
+    budget = KVBudget(kv.num_blocks, kv.block_size, groups, config.scheduler.max_num_batched_tokens)
+    reach = budget.num_tokens_that_fit(loaded.max_model_len)
     available = available_memory_bytes()    # with the weights loaded
     return {
         "model": {
@@ -293,12 +305,13 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             **{f"{form}_weights_bytes": size for form, size in sorted(loaded.weight_forms.items())},
             "tables_bytes": weights_bytes(loaded.program) - sum(loaded.weight_forms.values()),
             "kv_pool_bytes": kv.num_blocks * kv.bytes_per_block, "kv_blocks": kv.num_blocks,
-            "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token,
-            "kv_tokens_that_fit": num_tokens, "longest_request_tokens": reach,
-            "full_length_requests_that_fit": num_tokens // (-(-reach // kv.block_size) * kv.block_size),
+            "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token * len(groups),
+            "kv_layer_groups": [{"window": group.window, "layers": len(group.layers)} for group in loaded.groups],
+            "kv_tokens_that_fit": kv.num_blocks // len(groups) * kv.block_size, "longest_request_tokens": reach,
+            "full_length_requests_that_fit": kv.num_blocks // budget.blocks_needed(reach) if reach else 0,
             "memory_available_bytes": available,
             "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
-            "pool_fits_memory": available is None or num_tokens * kv.bytes_per_token <= available,
+            "pool_fits_memory": available is None or kv_bytes(kv) <= available,
         },
         "processor": {
             "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],

@@ -103,7 +103,7 @@ class Request:
 
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
-    block_table: tuple[int, ...] = ()        # the same object until a block is added or replaced
+    block_tables: tuple[tuple[int, ...], ...] = ()    # one per KV group; the same object until a block comes or goes
     num_computed_tokens: int = 0             # tokens whose K/V is valid in this request's blocks
     num_cached_tokens: int = 0               # of the prompt, taken from the prefix cache at first admission
     num_preemptions: int = 0

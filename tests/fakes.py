@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from paceline.config import SchedulerConfig
+from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup
 from paceline.kv.manager import KVCacheManager
 from paceline.kv.prefix_hash import PREFIX_CACHES
 from paceline.request import FinishReason, Request, SamplingParams
@@ -46,13 +47,15 @@ def draw(slots: list[Slot], sampling: SamplingRef, position: int) -> int:
 class ShadowExecutor:
     """Runs plans on shadow slots. `transfer_delay` is how many steps later a copy is reported done."""
 
-    def __init__(self, num_blocks: int, block_size: int, transfer_delay: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, transfer_delay: int = 0,
+                 groups: tuple[KVGroup, ...] = FULL_ATTENTION) -> None:
         self.block_size = block_size
+        self.groups = groups
         self.slots: list[list[Slot]] = [[POISON] * block_size for _ in range(num_blocks)]
         self.transfer_delay = transfer_delay
         self.steps: list[SchedulerOutput] = []
         self._unreported: list[tuple[int, int]] = []    # (step to report in, transfer id)
-        self._tables: dict[str, tuple[tuple[int, ...], list[int]]] = {}    # rebuilt from plans at any time
+        self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}    # rebuilt from plans
         self.failing: set[str] = set()    # rows of these requests give no token and leave garbage
 
     def kv_layout(self) -> KVLayout:
@@ -82,35 +85,44 @@ class ShadowExecutor:
         self._unreported = [entry for entry in self._unreported if entry[0] > plan.step_id]
         return StepResult(plan.step_id, rows, duration_seconds=0.01, transfers_done=done)
 
-    def _table(self, row: ScheduledRequest) -> list[int]:
+    def _row_tables(self, row: ScheduledRequest) -> list[list[int]]:
         cached = self._tables.get(row.request_id)
-        if cached is None or cached[0] is not row.block_ids[0]:
-            cached = self._tables[row.request_id] = (row.block_ids[0], list(row.block_ids[0]))
+        if cached is None or cached[0] is not row.block_ids:
+            cached = self._tables[row.request_id] = (row.block_ids, [list(table) for table in row.block_ids])
+        assert len(cached[1]) == len(self.groups)
         return cached[1]
 
     def _poison_beyond(self, row: ScheduledRequest) -> None:
         """What a row has not computed is nobody's: if somebody shares it, it should hurt."""
-        table = self._table(row)
-        for position in range(row.num_computed_tokens, len(table) * self.block_size):
-            self.slots[table[position // self.block_size]][position % self.block_size] = POISON
+        for table in self._row_tables(row):
+            for position in range(row.num_computed_tokens, len(table) * self.block_size):
+                self.slots[table[position // self.block_size]][position % self.block_size] = POISON
 
     def _read(self, table: list[int], position: int) -> Slot:
-        return self.slots[table[position // self.block_size]][position % self.block_size]
+        block_id = table[position // self.block_size]
+        assert block_id != NULL_BLOCK, "a null block was read"
+        return self.slots[block_id][position % self.block_size]
+
+    def _visible(self, group: KVGroup, position: int) -> range:
+        return range(0 if group.window is None else max(position - group.window + 1, 0), position + 1)
 
     def _write(self, row: ScheduledRequest) -> None:
-        table = self._table(row)
-        for position, token_id in enumerate(row.token_ids, start=row.num_computed_tokens):
-            assert isinstance(token_id, int)
-            below = self._read(table, position - 1) if position else POISON
-            slot = (token_id, position, hash((below, token_id, position)))
-            self.slots[table[position // self.block_size]][position % self.block_size] = slot
+        for index, (group, table) in enumerate(zip(self.groups, self._row_tables(row), strict=True)):
+            for position, token_id in enumerate(row.token_ids, start=row.num_computed_tokens):
+                assert isinstance(token_id, int)
+                seen = self._visible(group, position)[:-1]
+                below = [self._read(table, at) for at in (*seen[:1], *seen[-1:])]
+                slot = (token_id, position, hash((index, *below, token_id, position)))
+                self.slots[table[position // self.block_size]][position % self.block_size] = slot
 
     def _sample(self, row: ScheduledRequest) -> RowResult:
-        table, tokens = self._table(row), []
+        tokens = []
         for offset in row.logits_offsets:
             assert row.sampling is not None
-            num_read = row.num_computed_tokens + offset + 1
-            tokens.append(draw([self._read(table, position) for position in range(num_read)], row.sampling, num_read))
+            position = row.num_computed_tokens + offset
+            slots = [self._read(table, at) for group, table in zip(self.groups, self._row_tables(row), strict=True)
+                     for at in self._visible(group, position)]
+            tokens.append(draw(slots, row.sampling, position + 1))
         return RowResult(row.request_id, tuple(tokens))
 
 
@@ -153,6 +165,7 @@ class Setup:
     victim: str = "latest_arrival"
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     transfer_delay: int = 0
+    groups: tuple[KVGroup, ...] = FULL_ATTENTION
 
 
 class Stage:
@@ -160,7 +173,8 @@ class Stage:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache])
+        kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache], setup.groups,
+                            setup.max_num_batched_tokens)
         config = SchedulerConfig(
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -173,7 +187,7 @@ class Stage:
             max_model_len=setup.max_model_len,
             eos_token_ids=setup.eos_token_ids,
         )
-        self.executor = ShadowExecutor(setup.num_blocks, setup.block_size, setup.transfer_delay)
+        self.executor = ShadowExecutor(setup.num_blocks, setup.block_size, setup.transfer_delay, setup.groups)
         self.now = 0.0
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, RequestOutput] = {}
@@ -239,8 +253,10 @@ def solo(request: Request, setup: Setup) -> list[int]:
         prompt_index=request.prompt_index,
         choice_index=request.choice_index,
     )
-    limit = min(setup.max_model_len, setup.num_blocks * setup.block_size)
-    num_blocks = (request.num_tokens + request.sampling.max_tokens) // setup.block_size + 1    # few: they are checked
+    budget = KVBudget(setup.num_blocks, setup.block_size, setup.groups, setup.max_num_batched_tokens)
+    limit = budget.num_tokens_that_fit(setup.max_model_len)
+    num_tokens = request.num_tokens + request.sampling.max_tokens
+    num_blocks = (num_tokens // setup.block_size + 1) * len(setup.groups)    # few: they are checked
     roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
                     max_num_seqs=1, transfer_delay=0)
     stage = Stage(roomy)

@@ -14,6 +14,7 @@ struct Shape {
   bool is_bf16;
   int unrotated_dims = 0;    // at the end of a head
   float softcap = 0.0f;
+  int window = 0;            // 0: a query sees all before it
 
   int rotary_dim() const { return head_dim - unrotated_dims; }
 };
@@ -84,7 +85,7 @@ std::vector<float> attend_step(const KernelTable& table, Row& row, int first, in
     const int last_head = std::min(row.shape.num_kv_heads, head + heads_per_call);
     const int most_tokens = kMaxQueries / (group * (last_head - head));
     for (int token = 0; token < last - first; token += most_tokens) {
-      const AttendJob job = {0, token, std::min(last - first, token + most_tokens), head, last_head, 0, 1 << 20, -1, 0, 0};
+      const AttendJob job = {0, token, std::min(last - first, token + most_tokens), head, last_head, 0, 1 << 20, -1, 0, 0, 0, row.shape.window};
       table.attend(row.q.data() + first * row.q_width(), row.kv, kLayer, row.shape.num_heads, scale_of(row),
                    row.shape.softcap, batch, job, out.data(), nullptr);
     }
@@ -100,15 +101,17 @@ std::vector<float> attend_by_segments(const KernelTable& table, Row& row, int to
   std::vector<float> partials(static_cast<size_t>(row.shape.num_heads * num_segments * size) + 16);
   std::vector<float> out(static_cast<size_t>(row.q_width()), -1.0f);
   const float* q = row.q.data() + token * row.q_width();
-  for (int segment = num_segments - 1; segment >= 0; --segment) {    // any order will do
+  const int seen_from = row.shape.window > 0 ? std::max(token - row.shape.window + 1, 0) : 0;
+  const int first_segment = seen_from / kSegment;
+  for (int segment = num_segments - 1; segment >= first_segment; --segment) {    // any order will do
     for (int head = 0; head < row.shape.num_kv_heads; ++head) {
-      const AttendJob job = {0, 0, 1, head, head + 1, segment, segment + 1, -1, 0, num_segments};
+      const AttendJob job = {0, 0, 1, head, head + 1, segment, segment + 1, -1, 0, num_segments, 0, row.shape.window};
       table.attend(q, row.kv, kLayer, row.shape.num_heads, scale_of(row), row.shape.softcap, batch, job, nullptr,
                    partials.data());
     }
   }
   for (int head = 0; head < row.shape.num_heads; ++head) {
-    table.merge_segments(partials.data(), num_segments, num_segments, row.shape.head_dim, head, head + 1, out.data());
+    table.merge_segments(partials.data() + first_segment * size, num_segments, num_segments - first_segment, row.shape.head_dim, head, head + 1, out.data());
   }
   return out;
 }
@@ -154,6 +157,8 @@ std::vector<double> reference(const Row& row, int token, int head) {
     weights[static_cast<size_t>(key)] = score;
     most = std::max(most, weights[static_cast<size_t>(key)]);
   }
+  const int seen_from = s.window > 0 ? std::max(token - s.window + 1, 0) : 0;
+  std::fill_n(weights.begin(), seen_from, -1e300);
   for (double& weight : weights) total += weight = std::exp(weight - most);
   for (int key = 0; key <= token; ++key) {
     for (int d = 0; d < s.head_dim; ++d) {
@@ -234,6 +239,9 @@ void test_wild_values(const KernelTable& table, const Shape& shape, int length) 
     row.write(table, 0, length);
     const std::vector<float> got = attend_step(table, row, 0, length, shape.num_kv_heads);
     check.same_bits(got.data(), right.data(), wild * row.q_width(), "tokens ahead of", wild);
+    const int unseen_from = shape.window > 0 ? std::min(wild + shape.window, length) : length;
+    check.same_bits(got.data() + unseen_from * row.q_width(), right.data() + unseen_from * row.q_width(),
+                    (length - unseen_from) * row.q_width(), "tokens whose window has left behind", wild);
     for (int token = wild; token < length; ++token) {
       const std::vector<float> alone = attend_step(table, row, token, token + 1, 1);
       const float* together = got.data() + token * row.q_width();
@@ -242,7 +250,7 @@ void test_wild_values(const KernelTable& table, const Shape& shape, int length) 
         check.expect(std::memcmp(&a, &b, 4) == 0 || (std::isnan(a) && std::isnan(b)), "token %d element %d: %.9g, alone %.9g",
                      token, static_cast<int>(i), static_cast<double>(b), static_cast<double>(a));
       }
-      check.expect(!std::isfinite(together[row.q_width() - 3]), "token %d does not show the value of token %d", token, wild);
+      check.expect(token >= unseen_from || !std::isfinite(together[row.q_width() - 3]), "token %d does not show the value of token %d", token, wild);
     }
   }
 }
@@ -252,7 +260,8 @@ void test_shape(const KernelTable& table, const Shape& shape, int length) {
                             std::to_string(shape.num_heads) + "/" + std::to_string(shape.num_kv_heads) + "x" +
                             std::to_string(shape.head_dim) + " blocks of " + std::to_string(shape.block_size) + ", " +
                             std::to_string(length) + " tokens" + (shape.unrotated_dims > 0 ? ", partly rotated" : "") +
-                            (shape.softcap > 0.0f ? ", soft-capped" : "");
+                            (shape.softcap > 0.0f ? ", soft-capped" : "") +
+                            (shape.window > 0 ? ", window of " + std::to_string(shape.window) : "");
   Row whole(shape, length, 1), single(shape, length, 1), moved(shape, length, 2);
   Check writes(label + ": cache"), exact(label + ": bits"), error(label + ": error");
   check_writes(writes, table, whole, single, moved);
@@ -274,8 +283,12 @@ void test_attention(const KernelTable& table) {
     test_shape(table, {3, 1, 64, 16, is_bf16, 48}, 70);
     test_shape(table, {2, 1, 32, 16, is_bf16, 32}, 70);
     test_shape(table, {3, 1, 64, 16, is_bf16, 0, 2.0f}, kSegment + 5);
+    for (int window : {1, 20, 64, 130, 700}) test_shape(table, {3, 1, 64, 16, is_bf16, 0, 0.0f, window}, 2 * kSegment + 5);
+    test_shape(table, {4, 2, 32, 32, is_bf16, 0, 0.0f, 100}, kSegment + 105);
     test_wild_values(table, {3, 1, 64, 16, is_bf16}, 71);
     test_wild_values(table, {4, 2, 32, 32, is_bf16}, 94);
+    test_wild_values(table, {3, 1, 64, 16, is_bf16, 0, 0.0f, 25}, 94);
+    test_wild_values(table, {3, 1, 64, 16, is_bf16, 0, 0.0f, 3}, 94);
     for (int length = 1; length <= 19; length += 2) test_shape(table, {3, 1, 64, 16, is_bf16}, length);
   }
 }

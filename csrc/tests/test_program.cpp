@@ -132,7 +132,7 @@ std::vector<float> run_step(Runner& runner, const std::vector<RowPart>& parts) {
   const std::vector<uint64_t> seed(rows, 0), position(rows, 0);
   const std::vector<uint32_t> index(rows, 0);
   const std::vector<uint8_t> wants_logprob(rows, 1);
-  const StepInput in = {static_cast<int64_t>(token_ids.size()), static_cast<int64_t>(rows), static_cast<int64_t>(rows), 0,
+  const StepInput in = {static_cast<int64_t>(token_ids.size()), static_cast<int64_t>(rows), static_cast<int64_t>(rows), 0, 1,
                         max_blocks, token_ids.data(), positions.data(), row_starts.data(), tables.data(), wanted.data(),
                         nullptr,
                         {temperature.data(), top_k.data(), top_p.data(), seed.data(), index.data(), index.data(),
@@ -187,6 +187,7 @@ void test_form(const KernelTable& table, Form form, bool is_bf16) {
 StepInput empty_step(const int32_t* row_starts) {
   StepInput in{};
   in.row_starts = row_starts;
+  in.num_groups = 1;
   return in;
 }
 

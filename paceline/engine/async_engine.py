@@ -4,6 +4,7 @@ limits and the watch over steps that hang; knows no HTTP and no tensors. All of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
@@ -146,7 +147,8 @@ class AsyncEngine:
                     model = self._make_model(news)
                 except Exception as failure:    # told like every other death of the engine
                     news = Died(f"{type(failure).__name__}: {failure}")
-            loop.call_soon_threadsafe(self._receive, news, model)
+            with contextlib.suppress(RuntimeError):    # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(self._receive, news, model)
 
         self._transport.start(on_news)
 

@@ -1,17 +1,19 @@
 """Which request holds which blocks. Owns block tables: look-up, allocation, copy-on-write, forks, release.
 
 Knows no policy: the scheduler asks what something would cost, decides, then calls a change that cannot fail halfway.
-One KV group for now; `block_ids` already answers with one table per group.
+A request has one table per KV group, all over one pool. A group that sees all takes the blocks of every known token at
+the start; one with a window takes them step by step and gives back what has fallen behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvariantError
 from ..request import Request
 from .block_pool import BlockPool
+from .groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup, real_blocks
 from .prefix_hash import PrefixCacheFactory, PrefixHit
 
 
@@ -21,17 +23,28 @@ class BlockCopy:
 
     source: int
     destination: int
+    kv_group: int = 0
 
 
 class KVCacheManager:
-    """Block tables over one pool."""
+    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCacheFactory) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: PrefixCacheFactory,
+        groups: Sequence[KVGroup] = FULL_ATTENTION,
+        max_step_tokens: int = 1 << 20,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.groups = tuple(groups)
         self.pool = BlockPool(num_blocks)
-        self._prefix_cache = prefix_cache(self.pool, block_size)
-        self._group_tables: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._budget = KVBudget(num_blocks, block_size, self.groups, max_step_tokens)
+        self._prefix_cache = prefix_cache(self.pool, block_size, self.groups)
+        self._has_windows = any(group.window is not None for group in self.groups)
+        self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
 
     # --- questions: nothing changes
 
@@ -40,70 +53,93 @@ class KVCacheManager:
         return self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks of one group that sees all."""
         return -(-num_tokens // self.block_size)
+
+    def num_tokens_that_fit(self, limit: int) -> int:
+        """The longest request, up to `limit` tokens, that can ever run here."""
+        return self._budget.num_tokens_that_fit(limit)
 
     def look_up(self, request: Request) -> PrefixHit:
         return self._prefix_cache.match(request)
 
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int:
-        """Free blocks that starting with this hit uses up: new ones, and cached ones that stop being free."""
-        num_new = self.num_blocks_for(request.num_tokens) - len(hit.block_ids)
-        return num_new + self.pool.num_free_among(hit.block_ids)
+        """Free blocks that starting with this hit uses up: new ones, and cached ones that stop being free.
+
+        For a group with a window, as many as computing the known tokens will hold at once.
+        """
+        num_needed = 0
+        for group, table in zip(self.groups, hit.block_ids or self._no_blocks, strict=True):
+            first = group.first_block(hit.num_tokens, self.block_size)
+            num_held = len(table) - first
+            num_tokens = request.num_tokens - first * self.block_size
+            num_most = group.most_blocks(num_tokens, self.block_size, self._budget.max_step_tokens)
+            num_needed += max(num_most - num_held, 0) + self.pool.num_free_among(table)
+        return num_needed
 
     def num_blocks_to_continue(self, request: Request, num_new_tokens: int) -> int:
         """Free blocks that running this many more tokens uses up, copy-on-write included."""
-        end = request.num_computed_tokens + num_new_tokens
-        num_new = max(-(-end // self.block_size) - len(request.block_table), 0)
-        return num_new + self._writes_to_shared_block(request)
-
-    def block_ids(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """One table per KV group; the same object until a block is added or replaced."""
-        tables = self._group_tables.get(request.request_id)
-        if tables is None or tables[0] is not request.block_table:
-            tables = self._group_tables[request.request_id] = (request.block_table,)
-        return tables
+        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        num_new = 0
+        for table in request.block_tables:
+            if len(table) < num_blocks:
+                num_new += num_blocks - len(table)
+        return num_new + len(self._shared_groups(request))
 
     # --- changes
 
     def start(self, request: Request, hit: PrefixHit) -> None:
-        """Blocks for every token known so far; the hit's tokens count as computed."""
-        self.pool.touch(hit.block_ids)    # first of all: the blocks just found must not be taken below
-        num_new = self.num_blocks_for(request.num_tokens) - len(hit.block_ids)
-        request.block_table = hit.block_ids + self.pool.take(num_new)
+        """Blocks for every token known so far, behind no window; the hit's tokens count as computed."""
+        held = hit.block_ids or self._no_blocks
+        for table in held:    # first of all: the blocks just found must not be taken below
+            self.pool.touch(real_blocks(table))
+        num_blocks = self.num_blocks_for(request.num_tokens)
+        request.block_tables = tuple(
+            table + self.pool.take(num_blocks - len(table)) if group.window is None else table
+            for group, table in zip(self.groups, held, strict=True)
+        )
         request.num_computed_tokens = hit.num_tokens
-        self._prefix_cache.start(request, len(hit.block_ids))
+        self._prefix_cache.start(request, hit.num_tokens // self.block_size)
 
-    def allocate(self, request: Request, num_new_tokens: int) -> BlockCopy | None:
+    def allocate(self, request: Request, num_new_tokens: int) -> tuple[BlockCopy, ...]:
         """Room for the next tokens. A block that others read too is replaced by a copy before it is written."""
-        copy = self._unshare(request) if self._writes_to_shared_block(request) else None
+        copies = tuple(self._unshare(request, group) for group in self._shared_groups(request))
         num_blocks = self.num_blocks_for(request.num_computed_tokens + num_new_tokens)
-        if num_blocks > len(request.block_table):
-            request.block_table += self.pool.take(num_blocks - len(request.block_table))
-        return copy
+        if len(min(request.block_tables, key=len)) < num_blocks:
+            request.block_tables = tuple(
+                table if len(table) >= num_blocks else table + self.pool.take(num_blocks - len(table))
+                for table in request.block_tables
+            )
+        return copies
 
     def fork(self, parent: Request, child: Request) -> None:
         """The child reads the parent's computed tokens where they lie."""
-        shared = parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)]
-        self.pool.touch(shared)
-        child.block_table = shared
+        num_blocks = self.num_blocks_for(parent.num_computed_tokens)
+        child.block_tables = tuple(table[:num_blocks] for table in parent.block_tables)
+        for table in child.block_tables:
+            self.pool.touch(real_blocks(table))
         child.num_computed_tokens = parent.num_computed_tokens
         self._prefix_cache.start(child, parent.num_computed_tokens // self.block_size)
 
-    def register(self, request: Request) -> None:
-        """After a step: full blocks whose K/V now exists can be found by others."""
+    def computed(self, request: Request) -> None:
+        """After a step: full blocks whose K/V now exists can be found by others, and what no later query sees is given
+        back."""
         self._prefix_cache.register(request)
+        if self._has_windows:
+            self._give_back_behind_windows(request)
 
     def distrust(self, request: Request) -> None:
         """Nobody shall find this request's blocks any more: what a failed step read or wrote there may be no number."""
-        for block_id in request.block_table:
-            self.pool.clear_hash(block_id)
+        for table in request.block_tables:
+            for block_id in real_blocks(table):
+                self.pool.clear_hash(block_id)
 
     def free(self, request: Request) -> int:
         """Gives all blocks back; returns how many came free."""
         num_free_before = self.pool.num_free_blocks
-        self.pool.release(request.block_table)
-        request.block_table = ()
-        self._group_tables.pop(request.request_id, None)
+        for table in request.block_tables:
+            self.pool.release(real_blocks(table))
+        request.block_tables = ()
         return self.pool.num_free_blocks - num_free_before
 
     def forget(self, request: Request) -> None:
@@ -114,29 +150,53 @@ class KVCacheManager:
         self.pool.end_transit(copy.source)
         self.pool.end_transit(copy.destination)
 
-    def _writes_to_shared_block(self, request: Request) -> bool:
+    def _shared_groups(self, request: Request) -> list[int]:
+        """Groups in which the next token is written to a block that others read too."""
         # Only the block the next token falls into can be shared: forks share computed tokens, hits are whole blocks.
         position = request.num_computed_tokens // self.block_size
-        table = request.block_table
-        return position < len(table) and self.pool.num_refs(table[position]) > 1
+        return [
+            group
+            for group, table in enumerate(request.block_tables)
+            if position < len(table) and self.pool.num_refs(table[position]) > 1
+        ]
 
-    def _unshare(self, request: Request) -> BlockCopy:
+    def _unshare(self, request: Request, group: int) -> BlockCopy:
         position = request.num_computed_tokens // self.block_size
-        table = request.block_table
         (fresh,) = self.pool.take(1)
-        copy = BlockCopy(source=table[position], destination=fresh)
+        copy = BlockCopy(source=request.block_tables[group][position], destination=fresh, kv_group=group)
         self.pool.begin_transit(copy.source)
         self.pool.begin_transit(copy.destination)
-        request.block_table = (*table[:position], fresh, *table[position + 1 :])
+        tables = list(request.block_tables)
+        tables[group] = (*tables[group][:position], fresh, *tables[group][position + 1 :])
+        request.block_tables = tuple(tables)
         self.pool.release((copy.source,))
         return copy
+
+    def _give_back_behind_windows(self, request: Request) -> None:
+        for index, group in enumerate(self.groups):
+            first = group.first_block(request.num_computed_tokens, self.block_size)
+            table = request.block_tables[index]
+            if first == 0 or table[first - 1] == NULL_BLOCK:
+                continue
+            self.pool.release(real_blocks(table[:first]))
+            tables = list(request.block_tables)
+            tables[index] = (NULL_BLOCK,) * first + table[first:]
+            request.block_tables = tuple(tables)
 
     # --- invariants
 
     def check(self, requests: Iterable[Request]) -> None:
         """Raises InvariantError unless the pool agrees with these, all the requests that may hold blocks."""
         requests = tuple(requests)
-        self.pool.check(request.block_table for request in requests)
+        self.pool.check(real_blocks(table) for request in requests for table in request.block_tables)
         for request in requests:
-            if request.num_computed_tokens > len(request.block_table) * self.block_size:
+            if request.block_tables or request.num_computed_tokens:
+                self._check_tables(request)
+
+    def _check_tables(self, request: Request) -> None:
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            if request.num_computed_tokens > len(table) * self.block_size:
                 raise InvariantError(f"{request.request_id} counts tokens as computed that no block of its holds")
+            first = group.first_block(request.num_computed_tokens, self.block_size)
+            if NULL_BLOCK in table[first:] or real_blocks(table[:first]):
+                raise InvariantError(f"{request.request_id} holds blocks behind its window, or lacks one within")

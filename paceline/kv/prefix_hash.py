@@ -7,7 +7,7 @@ equal context from position 0 on. sha256: a collision would serve another prompt
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Protocol
@@ -15,15 +15,16 @@ from typing import Protocol
 from ..errors import InvariantError
 from ..request import Request
 from .block_pool import BlockPool
+from .groups import NULL_BLOCK, KVGroup
 
 ROOT = b"paceline"    # the parent of every first block
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The longest reusable prefix: blocks in order and how many tokens they cover."""
+    """The longest reusable prefix: one table of blocks per KV group, and how many tokens they cover."""
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     num_tokens: int
 
 
@@ -56,6 +57,11 @@ def block_hash(parent: bytes, token_ids: tuple[int, ...], extras: tuple[str, ...
     return digest.digest()
 
 
+def group_key(content: bytes, group: int) -> bytes:
+    """What the pool knows a block by: groups hold other layers of the same tokens."""
+    return content if group == 0 else content + struct.pack("<I", group)
+
+
 @dataclass(slots=True)
 class _Chain:
     hashes: list[bytes] = field(default_factory=list)    # of the first full blocks, as far as anyone asked
@@ -65,22 +71,53 @@ class _Chain:
 class HashPrefixCache:
     """Whole blocks, found by hash."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, groups: Sequence[KVGroup]) -> None:
         self._pool = pool
         self._block_size = block_size
+        self._groups = groups
         self._chains: dict[str, _Chain] = {}
 
     def match(self, request: Request) -> PrefixHit:
-        """Stops at the first miss, and one token short of the end: something must run to give logits."""
+        """The longest prefix of which every group still has the blocks that the tokens after it read.
+
+        One token short of the end at most: something must run to give logits.
+        """
         num_blocks = (request.num_tokens - 1) // self._block_size
         hashes = self._hashes(request, num_blocks)
-        block_ids: list[int] = []
-        for position in range(num_blocks):
-            block_id = self._pool.find(hashes[position])
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return PrefixHit(tuple(block_ids), len(block_ids) * self._block_size) if block_ids else MISS
+        for index, group in enumerate(self._groups):
+            if group.window is None:
+                num_blocks = self._first_hole(hashes, index, num_blocks)
+        while num_blocks and (holes := self._holes(hashes, num_blocks)):
+            num_blocks = min(holes)    # what reaches past a hole looks back on it, until its window begins behind it
+        return self._hit(hashes, num_blocks) if num_blocks else MISS
+
+    def _first_hole(self, hashes: Sequence[bytes], group: int, end: int) -> int:
+        for position in range(end):
+            if self._pool.find(group_key(hashes[position], group)) is None:
+                return position
+        return end
+
+    def _holes(self, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        """Per group with a window, the last block missing of those that are seen from behind num_blocks blocks."""
+        holes: list[int] = []
+        for index, group in enumerate(self._groups):
+            if group.window is None:
+                continue
+            first = group.first_block(num_blocks * self._block_size, self._block_size)
+            for position in range(num_blocks - 1, first - 1, -1):
+                if self._pool.find(group_key(hashes[position], index)) is None:
+                    holes.append(position)
+                    break
+        return holes
+
+    def _hit(self, hashes: Sequence[bytes], num_blocks: int) -> PrefixHit:
+        num_tokens = num_blocks * self._block_size
+        tables: list[tuple[int, ...]] = []
+        for index, group in enumerate(self._groups):
+            first = group.first_block(num_tokens, self._block_size)
+            block_ids = [self._pool.find(group_key(hashes[i], index)) for i in range(first, num_blocks)]
+            tables.append((NULL_BLOCK,) * first + tuple(block_id for block_id in block_ids if block_id is not None))
+        return PrefixHit(tuple(tables), num_tokens)
 
     def start(self, request: Request, num_known_blocks: int) -> None:
         self._chain(request).num_registered = num_known_blocks
@@ -94,7 +131,9 @@ class HashPrefixCache:
             return
         hashes = self._hashes(request, num_full)
         for position in range(chain.num_registered, num_full):
-            self._pool.set_hash(request.block_table[position], hashes[position])
+            for group, table in enumerate(request.block_tables):
+                if table[position] != NULL_BLOCK:
+                    self._pool.set_hash(table[position], group_key(hashes[position], group))
         chain.num_registered = num_full
 
     def forget(self, request: Request) -> None:
@@ -116,7 +155,7 @@ class HashPrefixCache:
 class NoPrefixCache:
     """Nothing is reused."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, groups: Sequence[KVGroup]) -> None:
         pass
 
     def match(self, request: Request) -> PrefixHit:
@@ -132,6 +171,6 @@ class NoPrefixCache:
         pass
 
 
-PrefixCacheFactory = Callable[[BlockPool, int], PrefixCache]    # (pool, block_size)
+PrefixCacheFactory = Callable[[BlockPool, int, Sequence[KVGroup]], PrefixCache]    # (pool, block_size, groups)
 
 PREFIX_CACHES: Mapping[str, PrefixCacheFactory] = {"none": NoPrefixCache, "hash": HashPrefixCache}

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from ..config import WEIGHT_FORMS
 from ..errors import ConfigError, ModelError
 from ..ops.interface import Backend, PackedLinear, SourceTensor
-from ..ops.program import Buffer, Program, ProgramRecorder
+from ..ops.program import Buffer, KVPlace, Program, ProgramRecorder
+from .layer_groups import layer_groups
 from .rope import rope_table
 from .spec import ModelSpec, Weights
 
@@ -65,6 +66,11 @@ class DecoderWriter:
         factors = packer.array("rope_factors", spec.rotated_dims // 2) if spec.has_rope_factors else None
         self.rope = recorder.weight("rope", rope_table(
             max_model_len, spec.rotated_dims, spec.rope_theta, spec.rope_scaling, factors))
+        self.window_rope = self.rope if spec.window_rope_theta is None else recorder.weight("window_rope", rope_table(
+            max_model_len, spec.rotated_dims, spec.window_rope_theta, None, None))
+        self.places = {layer: KVPlace(place, index, group.window)
+                       for index, group in enumerate(layer_groups(spec, max_model_len))
+                       for place, layer in enumerate(group.layers)}
 
     def embedding(self, weight: str) -> None:
         self.recorder.embed(weight, self.buffers.x)
@@ -76,10 +82,9 @@ class DecoderWriter:
         widths = {"q": spec.q_width, "k": spec.kv_width, "v": spec.kv_width}
         self.packer.linears(self._input(at + "attn_norm"), at, widths, buffers.qkv, spec.has_qkv_bias)
         self._norm_q_and_k(at)
-        rope = None if layer in spec.unrotated_layers else self.rope
-        self.recorder.rope_write_kv(buffers.qkv, rope, layer, buffers.q)
+        self.recorder.rope_write_kv(buffers.qkv, self._rope(layer), self.places[layer], buffers.q)
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        self.recorder.paged_attention(buffers.q, layer, scale, buffers.attended, spec.attention_softcap)
+        self.recorder.paged_attention(buffers.q, self.places[layer], scale, buffers.attended, spec.attention_softcap)
         self.packer.linears(buffers.attended, at, {"o": spec.hidden_size}, buffers.residual, spec.has_o_bias)
         self._add_output(at + "attn_post_norm")
 
@@ -102,6 +107,12 @@ class DecoderWriter:
         if spec.logit_softcap is not None:
             self.recorder.softcap(buffers.logits, spec.logit_softcap)
         self.recorder.sample(buffers.logits)
+
+    def _rope(self, layer: int) -> str | None:
+        if layer in self.spec.unrotated_layers:
+            return None
+        has_window = bool(self.spec.windows) and self.spec.windows[layer] is not None    # however long the context
+        return self.window_rope if has_window else self.rope
 
     def _input(self, norm: str) -> Buffer:
         """What a sublayer reads: the residual stream, normed unless norms come after only."""

@@ -51,6 +51,8 @@ class ModelSpec:
     residual_scale: float = 1.0    # of what a sublayer adds
     attention_scale: float | None = None    # of scores; None: head_dim ** -0.5
     attention_softcap: float | None = None
+    windows: tuple[int | None, ...] = ()    # one per layer: tokens a query sees, itself included; None: all before it
+    window_rope_theta: float | None = None    # of layers with a window, unscaled; None: as the others
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
@@ -65,6 +67,10 @@ class ModelSpec:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ModelError(f"model config: {name}={getattr(self, name)!r} is unknown; choose from {choices}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ModelError(f"model config: {len(self.windows)} windows for {self.num_layers} layers")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ModelError(f"model config: a window must be at least 1 token, got {self.windows}")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
             raise ModelError(f"model config: rotary_dim must be even and at most head_dim {self.head_dim}, got "
                              f"{self.rotary_dim}")

@@ -46,9 +46,9 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Geometry of the KV memory of one group of layers."""
+    """Geometry of the KV memory. Its blocks serve any group of layers; all groups have equally many."""
 
-    num_layers: int
+    num_layers: int        # of a group
     num_kv_heads: int
     head_dim: int
     block_size: int        # tokens a block holds
@@ -85,7 +85,8 @@ class ForwardBatch:
     token_ids: NDArray[np.int32]         # [T]
     positions: NDArray[np.int32]         # [T]
     row_starts: NDArray[np.int32]        # [R + 1]: tokens of row r are [row_starts[r], row_starts[r + 1])
-    block_tables: NDArray[np.int32]      # [R, most blocks of a row]; entries past a row's need are never read
+    block_tables: NDArray[np.int32]      # [KV groups, R, most blocks of a row]; entries past a row's need, or behind a
+                                         # window, are never read
     wanted: NDArray[np.int32]            # [W] token indices, ascending
     copies: NDArray[np.int32]            # [C, 2] block ids (source, destination), done first, in order
     sampling: SamplingBatch

@@ -84,11 +84,13 @@ class NumpyKVCache:
         for which, heads in enumerate((key, value)):    # [Hk, D]
             self.blocks[block_id, layer, which, slot] = heads if self.spec.dtype == "f32" else bf16_bits(heads)
 
-    def read(self, layer: int, block_ids: NDArray[np.int32], num_tokens: int) -> tuple[F32, F32]:
-        """Keys and values of the first num_tokens tokens behind a block table, each [num_tokens, Hk, D]."""
-        num_blocks = -(-num_tokens // self.spec.block_size)
-        gathered = self.blocks[block_ids[:num_blocks], layer]    # [blocks, 2, slots, Hk, D]
-        keys, values = (gathered[:, which].reshape(-1, *gathered.shape[3:])[:num_tokens] for which in (0, 1))
+    def read(self, layer: int, block_ids: NDArray[np.int32], start: int, end: int) -> tuple[F32, F32]:
+        """Keys and values of tokens [start, end) behind a block table, each [end - start, Hk, D]."""
+        first, last = start // self.spec.block_size, -(-end // self.spec.block_size)
+        gathered = self.blocks[block_ids[first:last], layer]    # [blocks, 2, slots, Hk, D]
+        skipped = start - first * self.spec.block_size
+        keys, values = (gathered[:, which].reshape(-1, *gathered.shape[3:])[skipped : skipped + end - start]
+                        for which in (0, 1))
         if self.spec.dtype == "f32":
             return keys, values
         return from_bf16_bits(keys), from_bf16_bits(values)
@@ -124,8 +126,9 @@ class NumpyStep:
     def attr(self, node: Node, name: str) -> int:
         return int(node.attrs[name])
 
-    def block_table(self, token: int) -> NDArray[np.int32]:
-        table: NDArray[np.int32] = self.batch.block_tables[self.row_of_token[token]]
+    def block_table(self, node: Node, token: int) -> NDArray[np.int32]:
+        group = int(node.attrs.get("kv_group", 0))
+        table: NDArray[np.int32] = self.batch.block_tables[group, self.row_of_token[token]]
         return table
 
 
@@ -178,7 +181,7 @@ def rope_write_kv(step: NumpyStep, node: Node) -> None:
         angles = np.zeros(0, np.float32) if rope is None else rope[position]
         q_out[t] = rotate(q, angles).reshape(-1)
         block, slot = divmod(int(position), step.cache.spec.block_size)
-        step.cache.write(layer, int(step.block_table(t)[block]), slot, rotate(k, angles), v)
+        step.cache.write(layer, int(step.block_table(node, t)[block]), slot, rotate(k, angles), v)
 
 
 def rotate(heads: F32, angles: F32) -> F32:
@@ -193,8 +196,10 @@ def paged_attention(step: NumpyStep, node: Node) -> None:
     (q,), y, layer = step.inputs(node), step.output(node), step.attr(node, "layer")
     group = step.program.num_heads // step.program.num_kv_heads
     scale, cap = np.float32(node.attrs["scale"]), np.float32(node.attrs.get("softcap", 0))
-    for t, position in enumerate(step.batch.positions):
-        keys, values = step.cache.read(layer, step.block_table(t), int(position) + 1)
+    window = int(node.attrs.get("window", 0))
+    for t, position in enumerate(step.batch.positions.tolist()):
+        start = max(position + 1 - window, 0) if window else 0
+        keys, values = step.cache.read(layer, step.block_table(node, t), start, position + 1)
         heads = q[t].reshape(step.program.num_heads, step.program.head_dim)
         attended = [attend(heads[h], keys[:, h // group], values[:, h // group], scale, cap)
                     for h in range(len(heads))]

@@ -13,9 +13,11 @@ A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T) or
   linear           x [*, K], packed [N, K], bias f32 [N]?     -> columns [out_column, out_column + N) of y [*, M]
   rope_write_kv    qkv [T, (Hq + 2 Hk) D], rope f32 [P, R]?   -> q [T, Hq D]
                    rotates halves of the first R dims of a head (rope[p] = cos[R/2] then sin[R/2] at position p; nothing
-                   without a table), writes rotated k and v to the cache of `layer` in the cache's dtype
+                   without a table), writes rotated k and v to the cache of `layer` in the cache's dtype; the layer is
+                   one of group `kv_group`, 0 unless given, whose block tables it goes by
   paged_attention  q [T, Hq D]                                -> y [T, Hq D]
-                   causal, over the cache of `layer`, GQA, scores times `scale`, then softcap(scores) where given
+                   causal, over the cache of `layer`, GQA, scores times `scale`, then softcap(scores) where given; with
+                   a `window`, over the last `window` tokens only, the query's own included
   silu_mul         gate_up [T, 2 I]                           -> y [T, I]      y = silu(gate) * up
   gelu_tanh_mul    gate_up [T, 2 I]                           -> y [T, I]      y = gelu_tanh(gate) * up
   add              x [T, H], y [T, H]                         -> x             x += scale * y, scale 1 unless given
@@ -44,6 +46,18 @@ class Buffer:
     buffer_id: int
     rows: str      # "tokens" or "wanted"
     width: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlace:
+    """Where a layer's keys and values lie: which layer of which KV group, and how far its queries look back."""
+
+    layer: int
+    kv_group: int = 0
+    window: int | None = None
+
+    def attrs(self) -> dict[str, int]:
+        return {"layer": self.layer} | ({"kv_group": self.kv_group} if self.kv_group else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +118,14 @@ class ProgramRecorder:
     def linear(self, x: Buffer, weight: str, out: Buffer, out_column: int = 0, bias: str | None = None) -> Buffer:
         return self._add("linear", (x,), out, (weight,) if bias is None else (weight, bias), out_column=out_column)
 
-    def rope_write_kv(self, qkv: Buffer, rope: str | None, layer: int, out: Buffer) -> Buffer:
-        return self._add("rope_write_kv", (qkv,), out, () if rope is None else (rope,), layer=layer)
+    def rope_write_kv(self, qkv: Buffer, rope: str | None, place: KVPlace, out: Buffer) -> Buffer:
+        return self._add("rope_write_kv", (qkv,), out, () if rope is None else (rope,), **place.attrs())
 
-    def paged_attention(self, q: Buffer, layer: int, scale: float, out: Buffer,
+    def paged_attention(self, q: Buffer, place: KVPlace, scale: float, out: Buffer,
                         softcap: float | None = None) -> Buffer:
-        cap = {} if softcap is None else {"softcap": softcap}
-        return self._add("paged_attention", (q,), out, (), layer=layer, scale=scale, **cap)
+        extras = {"softcap": softcap, "window": place.window}
+        given = {name: value for name, value in extras.items() if value is not None}
+        return self._add("paged_attention", (q,), out, (), scale=scale, **place.attrs(), **given)
 
     def silu_mul(self, gate_up: Buffer, out: Buffer) -> Buffer:
         return self._add("silu_mul", (gate_up,), out)

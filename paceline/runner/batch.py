@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvariantError
+from ..kv.groups import NULL_BLOCK
 from ..ops.interface import ForwardBatch, SamplingBatch
 from ..sched.plan import InputToken, LastSampled, ScheduledRequest, SchedulerOutput, TransferKind
 
@@ -23,8 +24,9 @@ MAX_TOP_K = (1 << 31) - 1
 class BatchBuilder:
     """Builds the arrays of a step."""
 
-    def __init__(self) -> None:
-        self._tables: dict[str, tuple[tuple[int, ...], NDArray[np.int32]]] = {}
+    def __init__(self, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
+        self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], NDArray[np.int32]]] = {}
 
     def build(self, plan: SchedulerOutput, last_sampled: Mapping[str, int]) -> ForwardBatch:
         """last_sampled: tokens the step before this one drew, by request id; LastSampled markers stand for them."""
@@ -53,16 +55,21 @@ class BatchBuilder:
         before, self._tables = self._tables, {}    # rows that left are forgotten
         tables: list[NDArray[np.int32]] = []
         for row in rows:
-            (block_ids,) = row.block_ids    # one KV group so far
             cached = before.get(row.request_id)
-            if cached is None or cached[0] is not block_ids:
-                cached = (block_ids, np.array(block_ids, np.int32))
+            if cached is None or cached[0] is not row.block_ids:
+                cached = (row.block_ids, _padded(row.block_ids))
             self._tables[row.request_id] = cached
             tables.append(cached[1])
-        stacked = np.zeros((len(rows), max(map(len, tables), default=1)), np.int32)
+        stacked = np.zeros((self._num_groups, len(rows), max((table.shape[1] for table in tables), default=1)), np.int32)
         for r, table in enumerate(tables):
-            stacked[r, : len(table)] = table
+            stacked[:, r, : table.shape[1]] = table
         return stacked
+
+
+def _padded(block_ids: tuple[tuple[int, ...], ...]) -> NDArray[np.int32]:
+    """The tables of a request's groups as one array; they may differ in length before a step needs them all."""
+    longest = max(map(len, block_ids))
+    return np.array([table + (NULL_BLOCK,) * (longest - len(table)) for table in block_ids], np.int32)
 
 
 def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[str, int]) -> int:
@@ -75,7 +82,7 @@ def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[st
 
 def _copies(plan: SchedulerOutput) -> NDArray[np.int32]:
     for transfer in plan.transfers:
-        if transfer.kind is not TransferKind.COPY or transfer.kv_group != 0:
+        if transfer.kind is not TransferKind.COPY:
             raise InvariantError(f"this executor does not run {transfer}")
     pairs = [(transfer.source, transfer.destination) for transfer in plan.transfers]
     return np.array(pairs, np.int32).reshape(len(pairs), 2)

@@ -33,10 +33,12 @@ class FinishedStep:
 class ModelExecutor:
     """Executes plans on one step runner. keep_logits keeps the logits of the last step, for goldens."""
 
-    def __init__(self, runner: StepRunner, kv: KVSpec, clock: Clock, keep_logits: bool = False) -> None:
+    def __init__(self, runner: StepRunner, kv: KVSpec, clock: Clock, keep_logits: bool = False,
+                 num_groups: int = 1) -> None:
         self.last_logits: NDArray[np.float32] | None = None
         self._runner, self._kv, self._clock, self._keep_logits = runner, kv, clock, keep_logits
-        self._batches = BatchBuilder()
+        self._batches = BatchBuilder(num_groups)
+        self._num_groups = num_groups
         self._last_sampled: dict[str, int] = {}
 
     def submit(self, plan: SchedulerOutput) -> FinishedStep:
@@ -60,7 +62,7 @@ class ModelExecutor:
                           tuple(transfer.transfer_id for transfer in plan.transfers))
 
     def kv_layout(self) -> KVLayout:
-        return KVLayout(self._kv.num_blocks, self._kv.block_size, self._kv.bytes_per_block)
+        return KVLayout(self._kv.num_blocks, self._kv.block_size, self._kv.bytes_per_block, self._num_groups)
 
     def drop_caches(self) -> None:
         """Changes nothing but the time of the next step."""

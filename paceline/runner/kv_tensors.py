@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..config import CacheConfig
 from ..errors import ConfigError
+from ..model.layer_groups import LayerGroup
 from ..model.spec import ModelSpec
 from ..ops.interface import KVSpec
 from ..ops.machine import available_memory_bytes
 
-MIB = 1 << 20
 
-
-def kv_spec(model: ModelSpec, cache: CacheConfig, kv_dtype: str) -> KVSpec:
+def kv_spec(model: ModelSpec, groups: Sequence[LayerGroup], cache: CacheConfig, kv_dtype: str) -> KVSpec:
     """The pool that the configuration asks for: num_kv_blocks, or what kv_memory_bytes holds."""
-    shape = KVSpec(num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
+    shape = KVSpec(num_layers=max(len(group.layers) for group in groups), num_kv_heads=model.num_kv_heads, head_dim=model.head_dim,
                    block_size=cache.block_size, num_blocks=0, dtype=kv_dtype)
     return replace(shape, num_blocks=cache.num_kv_blocks or num_blocks_for(cache.kv_memory_bytes, shape))
 
@@ -27,24 +27,6 @@ def num_blocks_for(num_bytes: int, kv: KVSpec) -> int:
         raise ConfigError(f"kv_memory_bytes={num_bytes} holds no block: one takes {kv.bytes_per_block} bytes "
                           f"({kv.block_size} tokens of {kv.bytes_per_token})")
     return num_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLedger:
-    """Where the memory goes."""
-
-    weights_bytes: int
-    kv_bytes: int
-    bytes_per_token: int       # of the KV pool
-    num_kv_tokens: int         # that fit the KV pool
-
-    @classmethod
-    def of(cls, weights_bytes: int, kv: KVSpec) -> MemoryLedger:
-        return cls(weights_bytes, kv_bytes(kv), kv.bytes_per_token, kv.num_blocks * kv.block_size)
-
-    def __str__(self) -> str:
-        return (f"weights {self.weights_bytes / MIB:.0f} MiB, KV {self.kv_bytes / MIB:.0f} MiB "
-                f"= {self.num_kv_tokens} tokens of {self.bytes_per_token} bytes")
 
 
 def kv_bytes(kv: KVSpec) -> int:

@@ -14,10 +14,6 @@ class Limits:
     max_model_len: int    # tokens of prompt and output together
 
 
-def limits_of(max_model_len: int, num_blocks: int, block_size: int) -> Limits:
-    return Limits(max_model_len=min(max_model_len, num_blocks * block_size))
-
-
 def check_fits(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, is_strict: bool = False) -> int:
     """The max_tokens to run with: lowered to what the context leaves, or refused there when `is_strict`.
 

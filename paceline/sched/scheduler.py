@@ -20,7 +20,7 @@ from ..request import Request, RequestStatus
 from .choices import Choices, choice_id
 from .counters import Counters
 from .finish import ABORTED, FAILED, Finish, FinishRules, append_tokens
-from .limits import check_fits, limits_of
+from .limits import Limits, check_fits
 from .ordering import OrderingKey, WaitQueue
 from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import (
@@ -57,7 +57,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.policies = policies
-        self.limits = limits_of(max_model_len, kv.num_blocks, kv.block_size)
+        self.limits = Limits(kv.num_tokens_that_fit(max_model_len))
         self.running: list[Request] = []      # in the ordering's order
         self.waiting = WaitQueue(policies.ordering)
         self.observations = Observations()
@@ -143,7 +143,7 @@ class Scheduler:
         queued = [*self.running, *self.waiting]
         if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
             raise InvariantError("an unfinished request is in no queue, or in two")
-        if any(request.block_table for request in self.waiting):
+        if any(request.block_tables for request in self.waiting):
             raise InvariantError("a waiting request holds blocks")
 
     # --- schedule
@@ -242,8 +242,7 @@ class Scheduler:
         self._fork_if_due(request, view)
 
     def _add_row(self, request: Request, num_new_tokens: int, step: StepBuilder) -> None:
-        copy = self.kv.allocate(request, num_new_tokens)
-        if copy is not None:
+        for copy in self.kv.allocate(request, num_new_tokens):
             step.add_transfer(self._transfer_of(copy))
         start = request.num_computed_tokens
         is_sampled = start + num_new_tokens == request.num_tokens
@@ -253,7 +252,7 @@ class Scheduler:
                 request_id=request.request_id,
                 num_computed_tokens=start,
                 token_ids=request.token_ids(start, start + num_new_tokens),
-                block_ids=self.kv.block_ids(request),
+                block_ids=request.block_tables,
                 logits_offsets=offsets if is_sampled else (),
                 sampling=self._sampling_refs[request.request_id] if is_sampled else None,
             )
@@ -263,7 +262,7 @@ class Scheduler:
         transfer_id = self._next_transfer_id
         self._next_transfer_id += 1
         self._copies[transfer_id] = copy
-        return Transfer(transfer_id, TransferKind.COPY, 0, copy.source, copy.destination)
+        return Transfer(transfer_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
 
     # --- update
 
@@ -304,7 +303,7 @@ class Scheduler:
             return
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
-        self.kv.register(request)
+        self.kv.computed(request)
         self._counters.computed(request, start, end)
         if row.sampling is None:
             return

@@ -34,6 +34,7 @@ class Shape:
     gain: float = 1.0    # of q, k and v
     rotary_dim: int | None = None    # None: the whole head; 0: none of it
     softcap: float = 0.0
+    window: int = 0      # tokens a query sees; 0: all before it
 
     @property
     def vocab_size(self) -> int:
@@ -59,10 +60,12 @@ class Attention:
     """One layer's attention over rows that each own some blocks."""
 
     def __init__(self, kernels: ModuleType, path: str, shape: Shape, dtype: str = "bf16", block_size: int = 16,
-                 num_threads: int = 1, num_rows: int = 1, seed: int = 0) -> None:
+                 num_threads: int = 1, num_rows: int = 1, seed: int = 0, infinite_token: int | None = None) -> None:
         table = qkv_table(shape)
+        if infinite_token is not None:
+            table[infinite_token, -shape.kv_heads * shape.dim :] = np.finfo(np.float32).max    # infinite in bf16
         packed = kernels.pack("f32", shape.width, [("F32", table.view(np.uint8), None)])
-        self.block_size = block_size
+        self.block_size, self.window = block_size, shape.window
         self.blocks_per_row = -(-NUM_POSITIONS // block_size)
         num_blocks = num_rows * self.blocks_per_row
         buffers = [(0, "tokens", shape.width), (1, "tokens", shape.vocab_size), (2, "tokens", shape.vocab_size),
@@ -70,7 +73,8 @@ class Attention:
         nodes: list[tuple[Any, ...]] = [
             ("embed", [], 0, ["table"], {}),
             ("rope_write_kv", [0], 1, [] if shape.rotary_dim == 0 else ["rope"], {"layer": 1}),
-            ("paged_attention", [1], 2, [], {"layer": 1, "scale": shape.dim**-0.5, "softcap": shape.softcap}),
+            ("paged_attention", [1], 2, [], {"layer": 1, "scale": shape.dim**-0.5, "softcap": shape.softcap,
+                                              "window": shape.window}),
             ("select_wanted", [2], 3, [], {}),
             ("sample", [3], -1, [], {}),
         ]
@@ -94,10 +98,12 @@ class Attention:
         tables = self.tables[rows]
         for i, row in enumerate(rows):    # entries past a row's need must not be read: they would lead far astray
             tables[i, -(-(self.num_computed[row] + counts[i]) // self.block_size) :] = -(2**30)
+            seen_from = max(self.num_computed[row] + 1 - self.window, 0) if self.window else 0
+            tables[i, : seen_from // self.block_size] = -(2**30)
         zeros = np.zeros(num_tokens, np.uint32)
         _, _, out = self.runner.step(
             np.concatenate([new_tokens[row] for row in rows]).astype(np.int32), positions.astype(np.int32), starts,
-            tables, np.arange(num_tokens, dtype=np.int32), np.zeros((0, 2), np.int32),
+            tables[None], np.arange(num_tokens, dtype=np.int32), np.zeros((0, 2), np.int32),
             zeros.astype(np.float32), zeros.astype(np.int32), np.ones(num_tokens, np.float32), zeros.astype(np.uint64),
             zeros, zeros, zeros.astype(np.uint64), zeros.astype(np.uint8), wants_logits=True)
         for row, count in zip(rows, counts, strict=True):
@@ -136,7 +142,10 @@ def oracle(shape: Shape, count: int, dtype: str) -> tuple[NDArray[np.float64], f
     scores = np.einsum("qhd,khd->hqk", q, k.repeat(group, axis=1)) * shape.dim**-0.5
     if shape.softcap:
         scores = np.tanh(scores / shape.softcap) * shape.softcap
-    scores[:, np.triu_indices(len(token_ids), 1)[0], np.triu_indices(len(token_ids), 1)[1]] = -np.inf
+    is_seen = np.tri(len(token_ids), dtype=bool)
+    if shape.window:
+        is_seen &= ~np.tri(len(token_ids), k=-shape.window, dtype=bool)
+    scores[:, ~is_seen] = -np.inf
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     out = np.einsum("hqk,khd->qhd", p, v.repeat(group, axis=1))
@@ -151,7 +160,9 @@ STATED_ERROR = {"bf16": 2.0**-8, "f32": 4e-6}    # of the largest |v|
 @pytest.mark.parametrize("shape", [Shape(1, 1, 64), Shape(3, 1, 64), Shape(6, 2, 64), Shape(4, 1, 16), Shape(7, 1, 48),
                                    Shape(2, 2, 80), Shape(8, 2, 128), Shape(2, 1, 256), Shape(3, 1, 64, rotary_dim=16),
                                    Shape(2, 1, 80, rotary_dim=20), Shape(2, 1, 32, rotary_dim=0),
-                                   Shape(3, 1, 64, softcap=3.0), Shape(4, 2, 16, softcap=20.0)], ids=str)
+                                   Shape(3, 1, 64, softcap=3.0), Shape(4, 2, 16, softcap=20.0),
+                                   Shape(3, 1, 64, window=1), Shape(6, 2, 32, window=33), Shape(2, 1, 64, window=64),
+                                   Shape(4, 2, 16, window=70, softcap=5.0), Shape(2, 1, 16, window=555)], ids=str)
 def test_attention_is_what_float64_says(kernels: ModuleType, path: str, shape: Shape, dtype: str) -> None:
     token_ids = tokens(shape, 600)
     out = Attention(kernels, path, shape, dtype).feed(token_ids, [600])
@@ -160,8 +171,9 @@ def test_attention_is_what_float64_says(kernels: ModuleType, path: str, shape: S
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_long_contexts_are_what_float64_says(kernels: ModuleType, path: str, dtype: str) -> None:
-    shape = Shape(2, 1, 16)
+@pytest.mark.parametrize("window", [0, 130, 700])
+def test_long_contexts_are_what_float64_says(kernels: ModuleType, path: str, dtype: str, window: int) -> None:
+    shape = Shape(2, 1, 16, window=window)
     token_ids = tokens(shape, LONG)
     out = Attention(kernels, path, shape, dtype, num_threads=2).feed(token_ids, [LONG])
     expected, largest_v = oracle(shape, len(token_ids), dtype)
@@ -169,9 +181,9 @@ def test_long_contexts_are_what_float64_says(kernels: ModuleType, path: str, dty
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-@pytest.mark.parametrize("heads", [1, 3, 4, 7])
-def test_prefill_is_token_by_token_decode(kernels: ModuleType, path: str, heads: int, dtype: str) -> None:
-    shape = Shape(heads, 1, 16)
+@pytest.mark.parametrize(("heads", "window"), [(1, 0), (3, 0), (4, 0), (7, 0), (1, 100), (3, 17), (7, 600)])
+def test_prefill_is_token_by_token_decode(kernels: ModuleType, path: str, heads: int, window: int, dtype: str) -> None:
+    shape = Shape(heads, 1, 16, window=window)
     token_ids = tokens(shape, LONG)
     whole = Attention(kernels, path, shape, dtype).feed(token_ids, [LONG])
     assert np.isfinite(whole).all()
@@ -227,13 +239,29 @@ def test_a_row_does_not_see_its_batch_mates(kernels: ModuleType, path: str, dtyp
 
 
 @pytest.mark.parametrize("shape", [Shape(3, 1, 32, rotary_dim=8), Shape(3, 1, 32, rotary_dim=0),
-                                   Shape(7, 1, 32, softcap=2.0)], ids=str)
+                                   Shape(7, 1, 32, softcap=2.0), Shape(6, 2, 32, window=40),
+                                   Shape(3, 1, 32, window=530)], ids=str)
 def test_variants_are_the_same_in_any_company(kernels: ModuleType, path: str, shape: Shape) -> None:
     token_ids = tokens(shape, 600)
     whole = Attention(kernels, path, shape).feed(token_ids, [600])
     for num_threads, chunks in ((1, [1]), (2, [511, 1, 1, 7]), (3, [64, 1])):
         attention = Attention(kernels, path, shape, "bf16", 32, num_threads, seed=num_threads)
         assert attention.feed(token_ids, chunks).tobytes() == whole.tobytes(), (num_threads, chunks)
+
+
+@pytest.mark.parametrize("chunks", [[90], [1], [33, 7]], ids=str)
+def test_an_infinite_value_is_forgotten_when_the_window_has_passed(kernels: ModuleType, path: str,
+                                                                   chunks: list[int]) -> None:
+    shape = Shape(3, 1, 16, window=20)
+    token_ids = np.maximum(tokens(shape, 90), 1)
+    healthy = Attention(kernels, path, shape).feed(token_ids, [90])
+    sick_ids = token_ids.copy()
+    sick_ids[[0, 41]] = 0    # the token whose values are infinite
+    sick = Attention(kernels, path, shape, infinite_token=0).feed(sick_ids, chunks)
+    sees_one = (np.arange(90) < 20) | ((np.arange(90) >= 41) & (np.arange(90) < 61))
+    assert not np.isfinite(sick[sees_one]).all(axis=1).any()
+    unseen = np.flatnonzero(~sees_one)
+    assert sick[unseen].tobytes() == healthy[unseen].tobytes()
 
 
 def test_scores_hundreds_apart_leave_no_nan(kernels: ModuleType, path: str) -> None:

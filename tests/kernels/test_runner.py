@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.ops.program import Program, ProgramRecorder
+from paceline.ops.program import KVPlace, Program, ProgramRecorder
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, LAYERS, POSITIONS = 64, 4, 2, 16, 96, 501, 2, 640
 
@@ -43,8 +43,8 @@ def record(kernels: ModuleType, form: str) -> Program:
         recorder.rms_norm(x, vector(f"norm1.{layer}", HIDDEN), 1e-5, y)
         recorder.linear(y, matrix(f"q.{layer}", HEADS * DIM, HIDDEN), qkv, bias=vector(f"q_bias.{layer}", HEADS * DIM))
         recorder.linear(y, matrix(f"kv.{layer}", 2 * KV_HEADS * DIM, HIDDEN), qkv, out_column=HEADS * DIM)
-        recorder.rope_write_kv(qkv, rope, layer, q)
-        recorder.paged_attention(q, layer, DIM**-0.5, attended)
+        recorder.rope_write_kv(qkv, rope, KVPlace(layer), q)
+        recorder.paged_attention(q, KVPlace(layer), DIM**-0.5, attended)
         recorder.linear(attended, matrix(f"o.{layer}", HIDDEN, HEADS * DIM), hidden)
         recorder.add(x, hidden)
         recorder.rms_norm(x, vector(f"norm2.{layer}", HIDDEN), 1e-5, y)
@@ -97,7 +97,7 @@ class Requests:
         wanting = [i for i, r in enumerate(rows) if self.num_computed[r] + counts[r] == len(self.tokens[r])]
         w = len(wanting)
         ids, logprobs, logits = self.runner.step(
-            ints(*token_ids), ints(*positions), starts, np.ascontiguousarray(self.tables[rows]),
+            ints(*token_ids), ints(*positions), starts, np.ascontiguousarray(self.tables[None, rows]),
             np.array([starts[i + 1] - 1 for i in wanting], np.int32),
             np.zeros((0, 2), np.int32) if copies is None else copies,
             np.full(w, self.temperature, np.float32), np.full(w, 50, np.int32), np.full(w, 0.95, np.float32),
@@ -188,7 +188,7 @@ def test_a_step_computes_the_model(kernels: ModuleType, path: str, form: str, dt
     runner = bind(kernels, path, program, dtype=dtype)
     n = len(prompt)
     got = step_of(runner, token_ids=prompt, positions=np.arange(n, dtype=np.int32), row_starts=ints(0, n),
-                  block_tables=ints(3, 0, 2, 9)[None], wanted=np.arange(n, dtype=np.int32), wants_logits=True)[2]
+                  block_tables=ints(3, 0, 2, 9)[None, None], wanted=np.arange(n, dtype=np.int32), wants_logits=True)[2]
     expected = interpret(kernels, program, prompt)
     assert (got - expected).std() < STATED_ERROR[form, dtype] * expected.std()
 
@@ -258,7 +258,7 @@ def test_a_step_of_prompt_chunks_only_samples_nothing(kernels: ModuleType, path:
 def test_an_empty_step_is_nothing(kernels: ModuleType, path: str) -> None:
     runner = bind(kernels, path, record(kernels, "f32"), 2)
     ids, logprobs, logits = step_of(runner, token_ids=ints(), positions=ints(), row_starts=ints(0),
-                                    block_tables=np.zeros((0, 4), np.int32), wanted=ints())
+                                    block_tables=np.zeros((1, 0, 4), np.int32), wanted=ints())
     assert len(ids) == len(logprobs) == 0 and logits is None
 
 
@@ -268,7 +268,7 @@ def step_of(runner: Any, **changes: Any) -> Any:
     w = len(wanted)
     arrays = {
         "token_ids": ints(1, 2, 3), "positions": ints(0, 1, 0), "row_starts": ints(0, 2, 3),
-        "block_tables": np.array([[0, 1], [2, 3]], np.int32), "wanted": wanted, "copies": np.zeros((0, 2), np.int32),
+        "block_tables": np.array([[[0, 1], [2, 3]]], np.int32), "wanted": wanted, "copies": np.zeros((0, 2), np.int32),
         "temperature": np.zeros(w, np.float32), "top_k": np.zeros(w, np.int32), "top_p": np.ones(w, np.float32),
         "seed": np.zeros(w, np.uint64), "prompt_index": np.zeros(w, np.uint32), "choice_index": np.zeros(w, np.uint32),
         "position": np.zeros(w, np.uint64), "wants_logprob": np.zeros(w, np.uint8),
@@ -288,9 +288,9 @@ BAD_STEPS: list[tuple[dict[str, Any], str]] = [
     ({"row_starts": ints(1, 2, 3)}, "row_starts must go from 0"),
     ({"row_starts": ints(0, 2, 2)}, "row_starts must go from 0"),
     ({"row_starts": ints()}, "row_starts: needs one entry more"),
-    ({"block_tables": np.array([[0, 1], [64, 3]], np.int32)}, "block id 64 of row 1"),
-    ({"block_tables": np.array([[-1, 1], [2, 3]], np.int32)}, "block id -1 of row 0"),
-    ({"block_tables": np.array([[0, 1]], np.int32)}, "block_tables: needs one row for every row"),
+    ({"block_tables": np.array([[[0, 1], [64, 3]]], np.int32)}, "block id 64 of row 1"),
+    ({"block_tables": np.array([[[-1, 1], [2, 3]]], np.int32)}, "block id -1 of row 0"),
+    ({"block_tables": np.array([[[0, 1]]], np.int32)}, "block_tables: needs, for each group, one row for every row"),
     ({"wanted": ints(1, 3)}, "wanted must be ascending token indices below 3, got 3"),
     ({"wanted": ints(2, 1)}, "wanted must be ascending"),
     ({"wanted": ints(-1, 1)}, "wanted must be ascending"),
@@ -311,7 +311,7 @@ def test_a_bad_index_is_refused_and_harms_nothing(kernels: ModuleType, changes: 
 
 def test_entries_past_a_rows_need_are_never_read(kernels: ModuleType, path: str) -> None:
     runner = bind(kernels, path, record(kernels, "f32"))
-    tables = np.array([[0, -7], [2, 10**6]], np.int32)
+    tables = np.array([[[0, -7], [2, 10**6]]], np.int32)
     ids, _, _ = step_of(runner, block_tables=tables)
     assert ids.tolist() == step_of(runner)[0].tolist()
 

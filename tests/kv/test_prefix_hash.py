@@ -16,9 +16,9 @@ BLOCK = 4
 def compute(kv: KVCacheManager, request: Request) -> tuple[int, ...]:
     """Runs the request's known tokens and frees it, as a short life would. Returns the blocks it used."""
     kv.start(request, kv.look_up(request))
-    table = request.block_table
+    table = request.block_tables[0]
     request.num_computed_tokens = request.num_tokens
-    kv.register(request)
+    kv.computed(request)
     kv.free(request)
     return table
 
@@ -52,7 +52,7 @@ def test_a_repeated_prompt_hits_whole_blocks() -> None:
     kv = roomy()
     table = compute(kv, make_request("a", 11))
     hit = kv.look_up(make_request("b", 11))
-    assert hit.block_ids == table[:2]
+    assert hit.block_ids == (table[:2],)
     assert hit.num_tokens == 8
 
 
@@ -69,7 +69,7 @@ def test_a_hole_in_the_chain_ends_the_hit() -> None:
     table = compute(kv, make_request("a", 13))
     kv.pool.touch((table[0], table[2]))      # all but the second block are safe
     kv.pool.take(2)                          # the second is evicted
-    assert kv.look_up(make_request("b", 13)).block_ids == table[:1]
+    assert kv.look_up(make_request("b", 13)).block_ids == (table[:1],)
 
 
 def test_salts_and_adapters_share_nothing() -> None:
@@ -101,7 +101,7 @@ def test_a_block_is_found_only_once_its_values_exist() -> None:
     kv.start(slow, kv.look_up(slow))
     assert kv.look_up(make_request("b", 12)) is MISS
     slow.num_computed_tokens = 7
-    kv.register(slow)
+    kv.computed(slow)
     assert kv.look_up(make_request("b", 12)).num_tokens == 4
 
 

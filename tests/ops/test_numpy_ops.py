@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.kv.groups import NULL_BLOCK
 from paceline.ops.interface import ForwardBatch, KVSpec
 from paceline.ops.numpy_ops import VERBS, NumpyBackend, NumpyKVCache, NumpyStep, rotate
 from paceline.ops.program import VERBS as VERB_NAMES
-from paceline.ops.program import ProgramRecorder
+from paceline.ops.program import KVPlace, ProgramRecorder
 from tests.runner.helpers import encoded, one_row_batch, sampling_rows
 
 RNG = np.random.default_rng(0)
@@ -81,7 +82,7 @@ def test_rope_write_kv_writes_the_slots_of_its_positions_and_no_other() -> None:
     record, qkv, cache = recorder(), normal(3, 64), NumpyKVCache(KV)
     cache.blocks[...] = np.nan
     rope = np.concatenate([np.cos(normal(40, 4)), np.sin(normal(40, 4))], axis=1)
-    out = record.rope_write_kv(record.buffer("tokens", 64), record.weight("rope", rope), 1, record.buffer("tokens", 32))
+    out = record.rope_write_kv(record.buffer("tokens", 64), record.weight("rope", rope), KVPlace(1), record.buffer("tokens", 32))
     step = run_one(record, [qkv], one_row_batch([1, 2, 3], 15, [6, 2]), cache)
     heads = qkv.reshape(3, 8, 8)
     for t, (position, block, slot) in enumerate([(15, 6, 15), (16, 2, 0), (17, 2, 1)]):
@@ -97,7 +98,7 @@ def test_paged_attention_is_causal_attention() -> None:
     keys, values = normal(18, 2, 8), normal(18, 2, 8)
     for position in range(18):
         cache.write(0, (6, 2)[position // 16], position % 16, keys[position], values[position])
-    out = record.paged_attention(record.buffer("tokens", 32), 0, 0.35, record.buffer("tokens", 32))
+    out = record.paged_attention(record.buffer("tokens", 32), KVPlace(0), 0.35, record.buffer("tokens", 32))
     y = run_one(record, [q], one_row_batch([1, 2, 3], 15, [6, 2, 7]), cache).buffers[out.buffer_id]
     for t in range(3):
         for head in range(4):
@@ -106,6 +107,18 @@ def test_paged_attention_is_causal_attention() -> None:
             weights = np.exp(scores) / np.exp(scores).sum()
             np.testing.assert_allclose(y[t, 8 * head : 8 * head + 8], weights @ values[seen, head // 2], rtol=1e-4,
                                        atol=1e-6)
+
+
+def test_a_window_hides_what_lies_before_it() -> None:
+    record, q, cache = recorder(), normal(1, 32), NumpyKVCache(KV)
+    cache.blocks[...] = np.nan
+    keys, values = normal(40, 2, 8), normal(40, 2, 8)
+    for position in range(30, 40):
+        cache.write(0, (6, 2, 5)[position // 16], position % 16, keys[position], values[position])
+    out = record.paged_attention(record.buffer("tokens", 32), KVPlace(0, window=10), 0.35, record.buffer("tokens", 32))
+    y = run_one(record, [q], one_row_batch([1], 39, [NULL_BLOCK, 2, 5]), cache).buffers[out.buffer_id]
+    scores = keys[30:, 0].astype(np.float64) @ q[0, :8] * 0.35
+    np.testing.assert_allclose(y[0, :8], np.exp(scores) / np.exp(scores).sum() @ values[30:, 0], rtol=1e-4, atol=1e-6)
 
 
 def test_silu_mul_survives_large_gates() -> None:

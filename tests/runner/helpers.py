@@ -172,4 +172,4 @@ def one_row_batch(token_ids: Sequence[int], start: int, block_ids: Sequence[int]
     n = len(token_ids)
     return ForwardBatch(
         np.array(token_ids, np.int32), np.arange(start, start + n, dtype=np.int32), np.array([0, n], np.int32),
-        np.array([block_ids], np.int32), np.arange(n, dtype=np.int32), np.zeros((0, 2), np.int32), sampling_rows(n))
+        np.array([[block_ids]], np.int32), np.arange(n, dtype=np.int32), np.zeros((0, 2), np.int32), sampling_rows(n))

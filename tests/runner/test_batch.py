@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from paceline.errors import InvariantError
+from paceline.kv.groups import NULL_BLOCK
 from paceline.request import SamplingParams
 from paceline.runner.batch import BatchBuilder
 from paceline.sched.plan import LastSampled, SamplingRef, ScheduledRequest, SchedulerOutput, Transfer, TransferKind
@@ -29,7 +32,7 @@ def test_tokens_positions_rows_and_wanted() -> None:
     assert batch.row_starts.tolist() == [0, 1, 4, 6]
     assert batch.wanted.tolist() == [0, 5]
     assert batch.copies.tolist() == [[4, 5], [5, 6]]
-    assert [table[:n].tolist() for table, n in zip(batch.block_tables, (2, 3, 1), strict=True)] == [[3, 1], [2, 8, 9],
+    assert [table[:n].tolist() for table, n in zip(batch.block_tables[0], (2, 3, 1), strict=True)] == [[3, 1], [2, 8, 9],
                                                                                                     [5]]
     assert all(a.flags.c_contiguous for a in (batch.token_ids, batch.block_tables, batch.copies))
 
@@ -71,15 +74,23 @@ def test_the_last_sampled_token_is_filled_in() -> None:
 
 
 def test_a_table_is_cached_by_the_identity_of_its_tuple() -> None:
-    builder, blocks = BatchBuilder(), (3, 1)
-    builder.build(plan(row("a", 0, [1], blocks)), {})
+    builder, first = BatchBuilder(), row("a", 0, [1], (3, 1))
+    builder.build(plan(first), {})
     kept = builder._tables["a"][1]
-    builder.build(plan(row("a", 1, [1], blocks)), {})
+    builder.build(plan(replace(first, num_computed_tokens=1)), {})
     assert builder._tables["a"][1] is kept
-    grown = builder.build(plan(row("a", 2, [1], (*blocks, 7))), {})
-    assert grown.block_tables.tolist() == [[3, 1, 7]]
+    grown = builder.build(plan(row("a", 2, [1], (3, 1, 7))), {})
+    assert grown.block_tables.tolist() == [[[3, 1, 7]]]
     builder.build(plan(row("b", 0, [1], (0,))), {})
     assert list(builder._tables) == ["b"]    # nothing is kept for requests that left
+
+
+def test_every_kv_group_has_its_tables_and_short_ones_are_filled_up() -> None:
+    long = ScheduledRequest("a", 40, (1,), ((4, 5, 6), (NULL_BLOCK, NULL_BLOCK, 9)), (), None)
+    short = ScheduledRequest("b", 0, (1,), ((7, 8), (2,)), (), None)
+    tables = BatchBuilder(num_groups=2).build(plan(long, short), {}).block_tables
+    assert tables[0].tolist() == [[4, 5, 6], [7, 8, 0]]
+    assert tables[1].tolist() == [[NULL_BLOCK, NULL_BLOCK, 9], [2, NULL_BLOCK, 0]]
 
 
 def test_what_this_executor_cannot_do_is_refused() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from paceline.config import CacheConfig
 from paceline.errors import ConfigError
-from paceline.runner.kv_tensors import MemoryLedger, check_kv_memory, check_weights_memory, kv_spec, num_blocks_for
+from paceline.model.layer_groups import layer_groups
+from paceline.runner.kv_tensors import check_kv_memory, check_weights_memory, kv_spec, num_blocks_for
 
 from .helpers import kv_of, tiny_spec
 
@@ -27,8 +28,9 @@ def test_blocks_that_fit() -> None:
 
 
 def test_a_number_of_blocks_outranks_a_number_of_bytes() -> None:
-    assert kv_spec(tiny_spec(), CacheConfig(num_kv_blocks=5), "bf16").num_blocks == 5
-    sized = kv_spec(tiny_spec(), CacheConfig(kv_memory_bytes=1 << 20, block_size=32), "f32")
+    groups = layer_groups(tiny_spec(), 100)
+    assert kv_spec(tiny_spec(), groups, CacheConfig(num_kv_blocks=5), "bf16").num_blocks == 5
+    sized = kv_spec(tiny_spec(), groups, CacheConfig(kv_memory_bytes=1 << 20, block_size=32), "f32")
     assert (sized.num_blocks, sized.block_size, sized.dtype) == ((1 << 20) // (4 * BLOCK_BYTES), 32, "f32")
 
 
@@ -45,9 +47,3 @@ def test_weights_too_are_refused_before_they_are_packed() -> None:
     check_weights_memory(1000, available_bytes=1000)
     with pytest.raises(ConfigError, match=r"1001 bytes, 1000 bytes"):
         check_weights_memory(1001, available_bytes=1000)
-
-
-def test_the_ledger_says_where_memory_goes() -> None:
-    ledger = MemoryLedger.of(10 << 20, kv_of(tiny_spec(), num_blocks=256))
-    assert ledger.kv_bytes == 256 * BLOCK_BYTES and ledger.num_kv_tokens == 256 * 16
-    assert "10 MiB" in str(ledger) and "4096 tokens" in str(ledger)

@@ -87,5 +87,5 @@ def test_a_thousand_requests_with_cancels_leave_an_empty_engine() -> None:
     scheduler = stage.scheduler
     leftovers = [scheduler._sampling_refs, scheduler._copies, scheduler._choices._living, scheduler._choices._unborn,
                  scheduler._choices._parent_of_unborn, scheduler._counters._num_once_computed,
-                 scheduler.kv._group_tables, scheduler.kv._prefix_cache._chains, scheduler._ended_in_flight]
+                 scheduler.kv._prefix_cache._chains, scheduler._ended_in_flight]
     assert not any(leftovers)

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
 
 from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
@@ -24,6 +25,8 @@ SETUPS = st.builds(
     victim=st.sampled_from(["latest_arrival", "lowest_priority"]),
     eos_token_ids=st.sampled_from([frozenset(), frozenset({EOS, 5})]),
     transfer_delay=st.sampled_from([0, 1, 3]),
+    groups=st.sampled_from([FULL_ATTENTION, (KVGroup(window=5),), (KVGroup(), KVGroup(window=3)),
+                            (KVGroup(), KVGroup(window=6), KVGroup(window=6))]),
 )
 
 # Two token values: prompts share prefixes often, and hold equal blocks behind different ones.

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import PromptTooLong, RequestError
 from paceline.request import FinishReason, StopMatch
-from paceline.sched.limits import Limits, check_fits, limits_of
+from paceline.sched.limits import Limits, check_fits
 from paceline.sched.plan import RowResult, StepResult
 
 from ..fakes import Setup, Stage, make_request, solo
@@ -40,8 +40,8 @@ def test_nothing_to_read_or_to_write_is_refused(num_prompt_tokens: int, max_toke
 
 
 def test_a_pool_smaller_than_the_context_lowers_the_limit() -> None:
-    assert limits_of(4096, num_blocks=64, block_size=16) == Limits(1024)
-    assert limits_of(512, num_blocks=64, block_size=16) == Limits(512)
+    assert Stage(Setup(num_blocks=64, block_size=4, max_model_len=4096)).scheduler.limits == Limits(256)
+    assert Stage(Setup(num_blocks=64, block_size=4, max_model_len=128)).scheduler.limits == Limits(128)
 
 
 def test_what_can_never_fit_is_refused_at_once_and_others_proceed() -> None:

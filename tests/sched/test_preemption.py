@@ -38,7 +38,7 @@ def test_a_resumed_request_runs_prompt_and_output_before_it_samples_again() -> N
         stage.step()
     num_known = young.num_tokens
     assert young.num_output_tokens > 5
-    assert (young.num_computed_tokens, young.block_table) == (0, ())
+    assert (young.num_computed_tokens, young.block_tables) == (0, ())
     num_plans = len(stage.plans)
     stage.run()
     again = [row for plan in stage.plans[num_plans:] for row in plan.rows if row.request_id == "young"]
