@@ -28,6 +28,7 @@ from .openai import Call, CallReader
 from .replies import HttpError, as_http_error, json_response
 from .reply import LiveReplies, Reply
 from .request_log import NOTE
+from .tokenize import TokenizeRoutes
 
 # Loading ends soon, and behind a load balancer another server may be there at once.
 COME_AGAIN = {"loading": {"Retry-After": "1"}, "draining": {"Retry-After": "1", "Connection": "close"}}
@@ -94,6 +95,7 @@ class Door:
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
+            *TokenizeRoutes(self.engine, self.config, self.reader).routes(),
         ]
 
     async def completions(self, request: Request) -> Reply:
