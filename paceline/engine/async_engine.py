@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .transport import Transport
 
 OnOutputs = Callable[[Outputs], None]
 LOGGER = logging.getLogger("paceline.engine")
+MAX_UNREAD_NEWS = 32      # steps the engine may be ahead of the event loop: bounds memory when clients are many
 MAX_LOOK_SECONDS = 5.0    # between two looks whether a step hangs
 
 
@@ -120,6 +122,7 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._listeners: list[OnOutputs] = []
         self._last_progress_at = clock.now()
+        self._unread = threading.Semaphore(MAX_UNREAD_NEWS)
         self._changed = asyncio.Event()
         self._has_died = asyncio.Event()
 
@@ -147,6 +150,9 @@ class AsyncEngine:
                     model = self._make_model(news)
                 except Exception as failure:    # told like every other death of the engine
                     news = Died(f"{type(failure).__name__}: {failure}")
+            while not self._unread.acquire(timeout=1.0):    # the engine waits for a front that does not keep up
+                if loop.is_closed():
+                    return
             with contextlib.suppress(RuntimeError):    # the loop is closed: nobody is left to be told
                 loop.call_soon_threadsafe(self._receive, news, model)
 
@@ -218,6 +224,7 @@ class AsyncEngine:
         stream._close(None)
 
     def _receive(self, news: News, model: ServedModel | None) -> None:
+        self._unread.release()
         if self.state == "dead":
             return    # everybody has been told; a loop that hung may have come back
         match news:

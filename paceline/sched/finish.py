@@ -18,6 +18,7 @@ class Finish:
 LENGTH = Finish(FinishReason.LENGTH)
 ABORTED = Finish(FinishReason.ABORT)
 FAILED = Finish(FinishReason.ERROR)
+EXPIRED = Finish(FinishReason.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -161,7 +162,8 @@ class Door:
         return json_response({"version": package_version()})
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type=METRICS_TYPE)
+        text = self.metrics.text(len(self.live), len(asyncio.all_tasks()))
+        return Response(text, media_type=METRICS_TYPE)
 
 
 @cache

@@ -97,6 +97,8 @@ COMMON: dict[str, Field] = {
     "user": Field("string", None, 0, 1024),                    # becomes the tenant
     "priority": Field("integer", 0, -(1 << 31), (1 << 31) - 1),
     "cache_salt": Field("string", None, 1, 1024),
+    "timeout": Field("number", None, 0.001, 86400),            # seconds from arrival, after which the request ends
+    "return_token_ids": Field("boolean", False),
 }
 COMPLETION: dict[str, Field] = COMMON | {
     "echo": Field("boolean", False),
@@ -143,7 +145,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar": ("",),
     "regex": (),
     "ebnf": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),

@@ -16,7 +16,7 @@ from .engine_port import Engine, RequestStream
 from .openai import Call
 from .replies import HttpError
 
-PUBLIC_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+PUBLIC_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TIMEOUT: "abort"}
 
 
 class Choice:
@@ -25,6 +25,7 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._text = OutputText(tokenizer, stop)
         self.num_tokens = 0
+        self.token_ids: list[int] = []                # generated so far, shown or not
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.end = FinishReason.ABORT.value           # how it ended, while it has not: by the client's leaving
@@ -33,6 +34,7 @@ class Choice:
     def take(self, output: RequestOutput) -> str:
         """The text that became certain with this output."""
         self.num_tokens += len(output.token_ids)
+        self.token_ids += output.token_ids
         self.num_cached_tokens = output.num_cached_tokens
         stop = output.stop
         text = self._text.push(shown_token_ids(output.token_ids, stop))
@@ -99,6 +101,8 @@ class Generation:
     def _take(self, prompt_index: int, output: RequestOutput) -> tuple[int, str, str | None]:
         number = prompt_index * self._num_choices + output.choice_index
         choice = self.choices[number]
+        if output.finish_reason is FinishReason.TIMEOUT and not self.num_completion_tokens:
+            raise HttpError(504, "timeout: over before the first token came", "deadline_exceeded", "timeout")
         return number, choice.take(output), choice.finish_reason
 
 

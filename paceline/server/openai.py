@@ -45,6 +45,7 @@ class Call:
     is_stream: bool
     wants_usage_chunk: bool
     ignored: tuple[str, ...]            # unknown fields, told in a header
+    returns_token_ids: bool = False
 
     @property
     def object_name(self) -> str:
@@ -136,6 +137,7 @@ class CallReader:
             is_stream=values["stream"],
             wants_usage_chunk=fields.read_stream_options(body, values["stream"]),
             ignored=fields.unknown_fields(body, known, self.config.strict_fields),
+            returns_token_ids=values["return_token_ids"],
         )
 
     def _sampling(self, body: Mapping[str, Any], values: dict[str, Any], model: ServedModel) -> SamplingParams:
@@ -197,6 +199,7 @@ def _with_submits(
             arrival_time=arrival_time,
             tenant=values["user"] or "default",
             priority=values["priority"],
+            deadline=None if values["timeout"] is None else arrival_time + values["timeout"],
             cache_extras=() if salt is None else (f"salt:{salt}",),
             prompt_index=index,
             num_choices=call.num_choices,

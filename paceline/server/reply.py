@@ -20,6 +20,7 @@ from .openai import Call, answer_of, usage_of
 from .replies import as_http_error, json_response
 from .request_log import note_generation
 from .sse import DONE, ChunkEvents, error_event
+from .token_ids import EventsWithTokenIds, add_to_answer
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -108,13 +109,18 @@ class Reply:
         reasons = [choice.finish_reason or "length" for choice in generation.choices] or ["length"] * len(texts)
         choices = [("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
         usage = usage_of(self._call, generation.num_completion_tokens, generation.num_cached_tokens)
-        response = json_response(answer_of(self._call, choices, usage), headers=ignored_header(self._call.ignored))
+        answer = answer_of(self._call, choices, usage)
+        if self._call.returns_token_ids:
+            add_to_answer(answer, self._call, generation.choices)
+        response = json_response(answer, headers=ignored_header(self._call.ignored))
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
 
     async def _write_stream(self, generation: Generation, send: Send) -> None:
         events = ChunkEvents(self._call)
+        if self._call.returns_token_ids:
+            events = EventsWithTokenIds(self._call, generation.choices)
         echoes = self._echoes()
         if not generation.choices:
             await self._send_events(send, self._only_echo(events, echoes))

@@ -52,3 +52,22 @@ def test_a_server_may_open_as_many_files_as_the_system_lets_it(serve: Serve, tin
     (line,) = (line for line in limits.splitlines() if line.startswith("Max open files"))
     soft, hard = line.split()[3:5]
     assert soft == hard or int(soft) >= 65536
+
+
+@pytest.mark.parametrize("transport", ["thread", "process"])
+def test_a_request_ends_at_its_timeout_and_gives_its_blocks_back(
+    serve: Serve, tiny_model: str, transport: str
+) -> None:
+    server = serve("--transport", transport, "--max-num-seqs", "1", model=tiny_model)
+    body = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60) as first:
+        lines = first.iter_lines()
+        next(lines)    # it has the only place: whoever comes now waits
+        waiting = httpx.post(f"{server.url}/v1/completions", json=body | {"timeout": 0.3}, timeout=60)
+        assert waiting.status_code == 504 and waiting.json()["error"]["code"] == "deadline_exceeded"
+    server.until_idle()
+    cut = httpx.post(f"{server.url}/v1/completions", json=body | {"timeout": 0.5}, timeout=60).json()
+    assert cut["choices"][0]["finish_reason"] == "abort" and 0 < cut["usage"]["completion_tokens"] < 100_000
+    server.until_idle()
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.stop() == 0

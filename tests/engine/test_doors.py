@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.clock import WallClock
-from paceline.engine.async_engine import AsyncEngine, ServedModel
+from paceline.engine.async_engine import MAX_UNREAD_NEWS, AsyncEngine, ServedModel
 from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
 from paceline.engine.messages import News, Ready, RequestOutput, Submit
@@ -227,6 +227,22 @@ def test_a_step_that_hangs_is_given_up_with_its_stack(transport: str, capfd: pyt
 
     with_engine(transport, story, partial(load, 3, "hang"), step_timeout_seconds=0.2)
     assert "in a_step_that_hangs" in capfd.readouterr().err
+
+
+def test_an_engine_does_not_run_away_from_a_front_that_is_busy() -> None:
+    loaded = load()
+
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=190))
+        while engine._unread._value:    # keeps the event loop busy until the engine waits for it
+            pass
+        executor = loaded.core.executor
+        assert isinstance(executor, ShadowExecutor)
+        assert len(executor.steps) <= MAX_UNREAD_NEWS + 1
+        assert sum([len(output.token_ids) async for output in stream]) == 190
+
+    with_engine("thread", story, lambda: loaded)
 
 
 def test_an_engine_with_nothing_to_do_does_not_hang() -> None:
