@@ -1,5 +1,5 @@
-"""Any mix of adding, stepping, forking, aborting, expiring and failing, on any size of engine: books hold and tokens equal
-those of solo runs."""
+"""Any mix of adding, stepping, forking, aborting, expiring and failing, on any size of engine: books hold and tokens
+equal those of solo runs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def test_every_name_is_there_from_the_start() -> None:
     assert {f"vllm:{name}_count" for name in HISTOGRAMS} <= found
     assert not any(name.endswith("_created") for name in found)
     reasons = {rest for name, rest in samples(text) if name == "vllm:request_success_total"}
-    assert reasons == {"stop", "length", "abort", "error"}
+    assert reasons == {"stop", "length", "abort", "error", "timeout"}
+    assert {"paceline:open_replies", "paceline:event_loop_tasks"} <= found and "process_open_fds " in text
 
 
 def test_gauges_and_counters_follow_the_engines_stats() -> None:
