@@ -68,9 +68,8 @@ def note_generation(scope: Scope, call: Call, generation: Generation) -> None:
     if note.tenant is None and call.submits and call.submits[0].tenant != "default":
         # What clients send as `user` may be a name or an address.
         note.generated["tenant"] = "user:" + blake2s(call.submits[0].tenant.encode(), digest_size=6).hexdigest()
-    ended = [choice for choice in generation.choices if choice.timeline is not None]
-    if ended:
-        last = max(ended, key=lambda choice: choice.timeline.finished_at)    # type: ignore[union-attr]
-        assert last.timeline is not None
-        phases = durations(last.timeline, last.num_tokens)
+    ends = [(choice.timeline, choice.num_tokens) for choice in generation.choices if choice.timeline is not None]
+    if ends:
+        phases = durations(*max(ends, key=lambda end: end[0].finished_at))
         note.generated |= {name: round(phases[key], 4) for key, name in PHASES.items() if key in phases}
+        note.generated["preemptions"] = sum(timeline.num_preemptions for timeline, _ in ends)
