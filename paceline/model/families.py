@@ -13,10 +13,11 @@ from typing import Any
 from ..errors import ModelError
 from .family_table import FAMILIES, GGUF_NAMES, HF_NAMES, Family
 from .fields import Fields
-from .rope import LinearScaling, RopeScaling, rope_fields, scaling_from_config
+from .rope import YarnScaling, rope_fields, scaling_from_config, scaling_from_gguf
 from .spec import ModelSpec
 from .stored import StoredTensor
 from .weights import expected_shapes, unpermuted_rows, weights_from_config, weights_from_gguf
+from .windows import windows_from_config, windows_from_gguf
 
 __all__ = ["FAMILIES", "expected_shapes", "spec_from_config", "spec_from_gguf", "unpermuted_rows",
            "weights_from_config", "weights_from_gguf"]
@@ -32,12 +33,12 @@ def spec_from_config(config: Fields, tensor_names: Iterable[str]) -> ModelSpec:
     head_dim = config.integer("head_dim") if config.has("head_dim") else _divided(config, hidden_size, num_heads)
     scaling = scaling_from_config(config)
     max_position = config.integer("max_position_embeddings")
-    if scaling is not None:
+    if scaling is not None and not family.has_final_max_position:
         max_position = scaling.max_position(max_position)
-    _refuse_windows(config, family, max_position)
     features: dict[str, Any] = {
         "activation": _activation(config, family),
         "rotary_dim": _rotary_dim(config, family, head_dim),
+        "windows": windows_from_config(config, family, max_position),
         **_biases(config, family), **family.traits, **family.reads(config, ""),
     }
     epsilon = "layer_norm_eps" if features.get("norm") == "layer" else "rms_norm_eps"
@@ -63,7 +64,8 @@ def spec_from_gguf(metadata: Fields, tensors: Mapping[str, StoredTensor]) -> Mod
     """The spec of GGUF metadata. The vocabulary is the embedding's rows; a missing output.weight means tied."""
     family = _gguf_family(metadata)
     prefix = f"{family.gguf_architecture}."
-    features = {**_gguf_biases(tensors), **family.traits, **family.gguf_reads(metadata, prefix)}
+    features = {**_gguf_biases(tensors), "windows": windows_from_gguf(metadata, family, prefix), **family.traits,
+                **family.gguf_reads(metadata, prefix)}
     _refuse_gguf(metadata, family)
     hidden_size = metadata.integer(f"{prefix}embedding_length")
     num_heads = metadata.integer(f"{prefix}attention.head_count")
@@ -72,8 +74,10 @@ def spec_from_gguf(metadata: Fields, tensors: Mapping[str, StoredTensor]) -> Mod
         raise ModelError(f"{metadata.where}: tensor {GGUF_NAMES['embed']} is missing")
     epsilon = f"{prefix}attention.layer_norm_{'epsilon' if features.get('norm') == 'layer' else 'rms_epsilon'}"
     head_dim = _gguf_head_dim(metadata, prefix, hidden_size, num_heads)
-    scaling = _gguf_scaling(metadata, prefix)
+    scaling = scaling_from_gguf(metadata, prefix, tensors)
     max_position = metadata.integer(f"{prefix}context_length")
+    if isinstance(scaling, YarnScaling):
+        max_position = scaling.max_position(max_position)
     return ModelSpec(
         family=family.name,
         num_layers=metadata.integer(f"{prefix}block_count"),
@@ -113,21 +117,6 @@ def _refuse_config(config: Fields, family: Family) -> None:
     has_known_bias = family.takes_attention_bias or family.traits.get("has_qkv_bias", False)
     if not has_known_bias and config.flag("attention_bias", False):
         raise config.refuse("attention_bias", "biases in the attention are not supported for this family")
-
-
-def _refuse_windows(config: Fields, family: Family, max_position: int) -> None:
-    """A window that no position can look past is none; a smaller one needs what we do not have yet."""
-    default = None if "sliding_window" in config.values else family.default_window
-    window = config.integer("sliding_window", default)
-    is_used = config.flag("use_sliding_window", window is not None)    # the flag false: the size has no effect
-    if is_used and window is not None and window < max_position:
-        shown = Fields({"sliding_window": window}, config.where)
-        raise shown.refuse("sliding_window",
-                           f"windows shorter than the model's {max_position} tokens are not supported")
-    kinds = config.values.get("layer_types") or ["full_attention"]
-    harmless = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
-    if not isinstance(kinds, list) or any(kind not in harmless for kind in kinds):
-        raise config.refuse("layer_types", "only full_attention layers are supported")
 
 
 def _activation(config: Fields, family: Family) -> str:
@@ -224,24 +213,9 @@ def _refuse_gguf(metadata: Fields, family: Family) -> None:
     prefix = f"{family.gguf_architecture}."
     if metadata.integer(f"{prefix}expert_count", 0):
         raise metadata.refuse(f"{prefix}expert_count", "is not supported")
-    window = metadata.integer(f"{prefix}attention.sliding_window", 0)
-    if 0 < window < metadata.integer(f"{prefix}context_length"):
-        raise metadata.refuse(f"{prefix}attention.sliding_window", "is shorter than the context: not supported")
     for name in ("logit_scale", "embedding_scale", "residual_scale", "attention.scale", "attention.clamp_kqv"):
         if metadata.has(prefix + name) and name not in family.gguf_takes:
             raise metadata.refuse(prefix + name, "is not supported")
-
-
-def _gguf_scaling(metadata: Fields, prefix: str) -> RopeScaling | None:
-    """none or linear; other types are refused. Llama 3.1 files carry their factors as a tensor instead."""
-    kind = metadata.text(f"{prefix}rope.scaling.type", "none")
-    old = f"{prefix}rope.scale_linear"
-    factor = metadata.number(f"{prefix}rope.scaling.factor" if kind == "linear" else old, 1.0)
-    if kind not in ("none", "linear"):
-        raise metadata.refuse(f"{prefix}rope.scaling.type", "only none and linear are supported")
-    if not 1 <= factor < float("inf"):
-        raise metadata.refuse(f"{prefix}rope.scaling.factor", "must be finite and at least 1")
-    return None if factor == 1.0 else LinearScaling(factor)
 
 
 def _gguf_rotary_dim(metadata: Fields, prefix: str, family: Family, head_dim: int) -> int | None:

@@ -15,6 +15,7 @@ from .fields import Fields
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}     # hidden_act -> ModelSpec.activation
 
 Reader = Callable[[Fields, str], dict[str, Any]]    # the file's fields, and what their names start with
+Slides = Callable[[Fields, int], tuple[bool, ...]]    # config.json's fields (none for GGUF) and the number of layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,14 @@ class Family:
     takes_attention_bias: bool = False        # attention_bias means biases on q, k, v and o
     takes_mlp_bias: bool = False
     default_rotary_share: float | None = None    # of a head's dims, where the config does not say; None: always all
+    slides: Slides | None = None              # which layers have a window, unless the file lists them; None: none
     default_window: int | None = None         # sliding_window of a config that does not name it
+    needs_window_flag: bool = False           # a config's sliding_window counts only beside use_sliding_window: true
+    has_final_max_position: bool = False      # max_position_embeddings holds with linear rope scaling in it already
     default_rope_theta: float = 10000.0       # what transformers and llama.cpp assume when a file does not say
     activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
-    gguf_architecture: str | None = None      # None: its GGUF files are not read
+    gguf_architecture: str | None = None      # None: it has none of its own
+    gguf_written_as: str | None = None        # the architecture that converters call it by instead
     gguf_permutes_qk: bool = False            # converters reorder the rows of q and k in every head (pairs interleaved)
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_reads: Reader = lambda metadata, prefix: {}
@@ -66,6 +71,7 @@ GGUF_NAMES = {
 _GELU_ONLY = {"gelu": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}    # Gemma's "gelu" always meant the tanh one
 _QKV = "model.layers.{i}.self_attn.qkv_proj.weight"
 _GGUF_QKV = "blk.{i}.attn_qkv.weight"
+_GEMMA2_NAMES = {"mlp_norm": "model.layers.{i}.pre_feedforward_layernorm.weight"}
 _GATE_UP = "model.layers.{i}.mlp.gate_up_proj.weight"
 
 
@@ -113,6 +119,26 @@ def _granite_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
     }
 
 
+def _all_slide(config: Fields, num_layers: int) -> tuple[bool, ...]:
+    return (True,) * num_layers
+
+
+def _upper_layers_slide(config: Fields, num_layers: int) -> tuple[bool, ...]:
+    first = config.integer("max_window_layers", 28)
+    return tuple(layer >= first for layer in range(num_layers))
+
+
+def _all_but_every(default_interval: int, name: str | None = None) -> Slides:
+    def slides(config: Fields, num_layers: int) -> tuple[bool, ...]:
+        interval = default_interval if name is None else config.integer(name, default_interval)
+        if interval < 1:
+            raise config.refuse(str(name), "must be at least 1")
+        full = set(every_nth(num_layers, interval))
+        return tuple(layer not in full for layer in range(num_layers))
+
+    return slides
+
+
 def _stablelm_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
     if metadata.flag(f"{prefix}use_parallel_residual", False):
         raise metadata.refuse(f"{prefix}use_parallel_residual", "is not supported")
@@ -145,11 +171,48 @@ def _gemma2(config: Fields, prefix: str) -> dict[str, Any]:
     }
 
 
-def _cap(config: Fields, name: str, default: float) -> float | None:
+def _gemma2_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    return {
+        **_gemma_gguf(metadata, prefix), **_gemma_scale_gguf(metadata, prefix, largest=46),
+        "attention_softcap": _positive(metadata, f"{prefix}attn_logit_softcapping", 50.0),
+        "logit_softcap": _positive(metadata, f"{prefix}final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma_scale_gguf(metadata: Fields, prefix: str, largest: int) -> dict[str, Any]:
+    """Files do not say it: the 27B models, known by their number of layers, scale by the width a head would have if
+    all heads made up the hidden size."""
+    if metadata.integer(f"{prefix}block_count") != largest:
+        return {}
+    return {"attention_scale": (metadata.integer(f"{prefix}embedding_length")
+                                / metadata.integer(f"{prefix}attention.head_count")) ** -0.5}
+
+
+def _gemma3(config: Fields, prefix: str) -> dict[str, Any]:
+    local = config.mapping("rope_parameters").mapping("sliding_attention")
+    theta = (local, "rope_theta") if local.has("rope_theta") else (config, "rope_local_base_freq")
+    if local.text("rope_type", "default") != "default":
+        raise local.refuse("rope_type", "only 'default' is supported for layers with a window")
+    return {
+        **_gemma2(config, prefix),
+        "attention_softcap": _cap(config, "attn_logit_softcapping", None),
+        "logit_softcap": _cap(config, "final_logit_softcapping", None),
+        "window_rope_theta": _positive(*theta, 10000.0),
+    }
+
+
+def _gemma3_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    return {**_gemma_gguf(metadata, prefix), **_gemma_scale_gguf(metadata, prefix, largest=62),
+            "window_rope_theta": _positive(metadata, f"{prefix}rope.freq_base_swa", 10000.0)}
+
+
+def _cap(config: Fields, name: str, default: float | None) -> float | None:
     """null means none, an absent field the default."""
+    if default is None and name not in config.values:
+        return None
     if name in config.values and config.values[name] is None:
         return None
-    return _positive(config, name, default)
+    return _positive(config, name, default or 1.0)
 
 
 def _positive(config: Fields, name: str, default: float) -> float:
@@ -167,12 +230,13 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
     Family(name="smollm3", title="SmolLM3", hf_architecture="SmolLM3ForCausalLM", reads=_smollm3,
            takes_attention_bias=True, takes_mlp_bias=True, default_rope_theta=2000000.0,
            gguf_architecture="smollm3", gguf_permutes_qk=True, gguf_reads=_smollm3_gguf),
-    Family(name="mistral", title="Mistral, while its window covers its length", hf_architecture="MistralForCausalLM",
-           default_window=4096),
+    Family(name="mistral", title="Mistral; Mistral Small 3 (text part)", hf_architecture="MistralForCausalLM", slides=_all_slide,
+           default_window=4096, gguf_written_as="llama"),
     Family(name="qwen2", title="Qwen 2, 2.5", hf_architecture="Qwen2ForCausalLM", traits={"has_qkv_bias": True},
-           gguf_architecture="qwen2"),
+           slides=_upper_layers_slide, default_window=4096, needs_window_flag=True, gguf_architecture="qwen2"),
     Family(name="qwen3", title="Qwen 3", hf_architecture="Qwen3ForCausalLM", traits={"qk_norm": "head"},
-           takes_attention_bias=True, gguf_architecture="qwen3"),
+           slides=_upper_layers_slide, default_window=4096, needs_window_flag=True, takes_attention_bias=True,
+           gguf_architecture="qwen3"),
     Family(name="granite", title="Granite 3", hf_architecture="GraniteForCausalLM", reads=_granite,
            takes_attention_bias=True, takes_mlp_bias=True, gguf_architecture="granite", gguf_permutes_qk=True,
            gguf_reads=_granite_gguf,
@@ -181,16 +245,22 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
            traits={"norm_placement": "after", "qk_norm": "width"}, takes_attention_bias=True,
            gguf_architecture="olmo2"),
     Family(name="phi3", title="Phi 3, Phi 4", hf_architecture="Phi3ForCausalLM", default_rotary_share=1.0,
+           slides=_all_slide,
            hf_names={"q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP, "up": _GATE_UP}, gguf_architecture="phi3",
            gguf_names={"q": _GGUF_QKV, "k": _GGUF_QKV, "v": _GGUF_QKV, "gate": GGUF_NAMES["up"]}),
     Family(name="stablelm", title="StableLM", hf_architecture="StableLmForCausalLM", traits={"norm": "layer"},
            reads=_stablelm, default_rotary_share=0.25, gguf_architecture="stablelm", gguf_reads=_stablelm_gguf),
     Family(name="gemma", title="Gemma 1", hf_architecture="GemmaForCausalLM", reads=_gemma, has_offset_norms=True,
            takes_attention_bias=True, activations=_GELU_ONLY, gguf_architecture="gemma", gguf_reads=_gemma_gguf),
-    Family(name="gemma2", title="Gemma 2, while its window covers its length", hf_architecture="Gemma2ForCausalLM",
+    Family(name="gemma2", title="Gemma 2", hf_architecture="Gemma2ForCausalLM",
            traits={"norm_placement": "both"}, reads=_gemma2, has_offset_norms=True, takes_attention_bias=True,
-           default_window=4096, activations=_GELU_ONLY,
-           hf_names={"mlp_norm": "model.layers.{i}.pre_feedforward_layernorm.weight"}),
+           slides=_all_but_every(2), default_window=4096, activations=_GELU_ONLY, hf_names=_GEMMA2_NAMES,
+           gguf_architecture="gemma2", gguf_reads=_gemma2_gguf),
+    Family(name="gemma3", title="Gemma 3 (of those that see, the text part)", hf_architecture="Gemma3ForCausalLM",
+           traits={"norm_placement": "both", "qk_norm": "head"}, reads=_gemma3, has_offset_norms=True,
+           takes_attention_bias=True, slides=_all_but_every(6, "sliding_window_pattern"), default_window=4096,
+           default_rope_theta=1000000.0, has_final_max_position=True, activations=_GELU_ONLY, hf_names=_GEMMA2_NAMES,
+           gguf_architecture="gemma3", gguf_reads=_gemma3_gguf),
 )}
 
 
@@ -198,6 +268,7 @@ def families_markdown() -> str:
     """The table in README.md."""
     lines = ["| family | models | config.json | GGUF |", "|---|---|---|---|"]
     for family in FAMILIES.values():
-        gguf = f"`{family.gguf_architecture}`" if family.gguf_architecture else "not yet"
+        known_as = family.gguf_architecture or family.gguf_written_as
+        gguf = f"`{known_as}`" if known_as else "not yet"
         lines.append(f"| {family.name} | {family.title} | `{family.hf_architecture}` | {gguf} |")
     return "\n".join(lines) + "\n"

@@ -24,6 +24,7 @@ from .prequantized import plain_checkpoint
 from .safetensors import SafetensorsFiles, read_directory
 from .spec import ModelSpec, Weights
 from .stored import StoredTensor
+from .text_part import text_part
 from .tokenizer import Tokenizer, tokenizer_from_directory
 from .tokenizer_gguf import tokenizer_from_gguf
 
@@ -98,11 +99,11 @@ def _open_gguf(path: Path) -> ModelFiles:
 def _open_directory(directory: Path) -> ModelFiles:
     config = read_json_fields(directory / "config.json")
     files = read_directory(directory)
-    plain_config, tensors = plain_checkpoint(config, files.tensors)
+    plain_config, tensors = plain_checkpoint(*text_part(config, files.tensors))
     spec = spec_from_config(plain_config, tensors)
     weights = weights_from_config(spec, tensors, str(directory))
     tokenizer = tokenizer_from_directory(directory)
-    places = [(config, "eos_token_id")]
+    places = [(config, "eos_token_id"), (plain_config, "eos_token_id")]
     if (directory / "generation_config.json").exists():
         places.append((read_json_fields(directory / "generation_config.json"), "eos_token_id"))
     eos_token_ids = _eos_token_ids(places, tokenizer, spec)

@@ -7,7 +7,7 @@ by the length the model is loaded for. Everything is computed in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelError
 from .fields import Fields
+from .stored import StoredTensor
 
 F64 = NDArray[np.float64]
 
@@ -209,8 +210,11 @@ SCALINGS: dict[str, tuple[Callable[[Fields, Fields], RopeScaling | None], frozen
 
 
 def rope_fields(config: Fields) -> Fields:
-    """rope_scaling (transformers 4) and rope_parameters (5) as one; a field on which they differ is refused."""
+    """rope_scaling (transformers 4) and rope_parameters (5) as one; a field on which they differ is refused. If kinds
+    of layers have parameters of their own, those of the layers that see all."""
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
+    if new.has("full_attention"):
+        new = new.mapping("full_attention")
     for name in old.values.keys() & new.values.keys():
         if old.values[name] != new.values[name]:
             raise old.refuse(name, f"contradicts rope_parameters.{name}={new.values[name]!r}")
@@ -228,3 +232,47 @@ def scaling_from_config(config: Fields) -> RopeScaling | None:
     if surplus:
         raise rope.refuse(min(surplus), f"is not a field of rope_type {kind!r}")
     return read(rope, config)
+
+
+# ---- GGUF metadata. Llama 3.1 files carry their divisors as a tensor instead: ModelSpec.has_rope_factors.
+
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+def scaling_from_gguf(metadata: Fields, prefix: str, tensors: Mapping[str, StoredTensor]) -> RopeScaling | None:
+    """Linear, yarn, or longrope by its two tensors of factors; other types are refused by name."""
+    scaling = f"{prefix}rope.scaling."
+    kind = metadata.text(scaling + "type", "none")
+    if LONG_FACTORS in tensors or SHORT_FACTORS in tensors:
+        return _longrope_from_gguf(metadata, prefix, tensors)
+    if kind not in ("none", "linear", "yarn"):
+        raise metadata.refuse(scaling + "type", "only none, linear and yarn are supported")
+    factor_name = f"{prefix}rope.scale_linear" if kind == "none" else scaling + "factor"    # none: the key of old files
+    factor = metadata.number(factor_name, 1.0)
+    if not 1 <= factor <= 1e6:
+        raise metadata.refuse(factor_name, "must be from 1 to a million")
+    if kind == "yarn":
+        attention_factor = _positive(metadata, scaling + "attn_factor", 1.0) * _mscale(factor, 1.0)
+        return YarnScaling(factor, _gguf_original_length(metadata, prefix),
+                           _positive(metadata, scaling + "yarn_beta_fast", 32.0),
+                           _positive(metadata, scaling + "yarn_beta_slow", 1.0), attention_factor, truncates=True)
+    return None if factor == 1.0 else LinearScaling(factor)
+
+
+def _longrope_from_gguf(metadata: Fields, prefix: str, tensors: Mapping[str, StoredTensor]) -> LongRopeScaling:
+    factors: list[tuple[float, ...]] = []
+    for name in (SHORT_FACTORS, LONG_FACTORS):
+        values = tensors[name].to_vector() if name in tensors and len(tensors[name].shape) == 1 else np.zeros(1)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise ModelError(f"{metadata.where}: tensor {name} must be a vector of positive numbers")
+        factors.append(tuple(values.tolist()))
+    return LongRopeScaling(factors[0], factors[1], _gguf_original_length(metadata, prefix),
+                           _positive(metadata, f"{prefix}rope.scaling.attn_factor", 1.0))
+
+
+def _gguf_original_length(metadata: Fields, prefix: str) -> int:
+    name = f"{prefix}rope.scaling.original_context_length"
+    value = metadata.integer(name, metadata.integer(f"{prefix}context_length"))
+    if value < 1:
+        raise metadata.refuse(name, "must be positive")
+    return value

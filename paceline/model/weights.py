@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..errors import ModelError
 from ..ops.interface import SourceTensor
 from .family_table import FAMILIES, GGUF_NAMES, HF_NAMES
+from .rope import LONG_FACTORS, SHORT_FACTORS, LongRopeScaling
 from .spec import ModelSpec
 from .stored import StoredTensor
 
@@ -39,6 +40,8 @@ def weights_from_config(spec: ModelSpec, tensors: Mapping[str, StoredTensor], wh
 def weights_from_gguf(spec: ModelSpec, tensors: Mapping[str, StoredTensor], where: str) -> Canonical:
     """Canonical weights of a GGUF file; where its family permutes q and k, row_order undoes that."""
     family, row_orders = FAMILIES[spec.family], {}
+    if isinstance(spec.rope_scaling, LongRopeScaling):    # which holds their values
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in (LONG_FACTORS, SHORT_FACTORS)}
     if spec.head_dim % 2 == 0 and family.gguf_permutes_qk and spec.num_layers <= len(tensors):
         row_orders = {"q": unpermuted_rows(spec.num_heads, spec.head_dim),
                       "k": unpermuted_rows(spec.num_kv_heads, spec.head_dim)}

@@ -60,7 +60,8 @@ class BatchBuilder:
                 cached = (row.block_ids, _padded(row.block_ids))
             self._tables[row.request_id] = cached
             tables.append(cached[1])
-        stacked = np.zeros((self._num_groups, len(rows), max((table.shape[1] for table in tables), default=1)), np.int32)
+        longest = max((table.shape[1] for table in tables), default=1)
+        stacked = np.zeros((self._num_groups, len(rows), longest), np.int32)
         for r, table in enumerate(tables):
             stacked[:, r, : table.shape[1]] = table
         return stacked

@@ -56,8 +56,8 @@ class ScheduledRequest:
     """One row of a step: tokens of one request to run through the model.
 
     token_ids[0] sits at position num_computed_tokens. block_ids, one tuple per KV group, covers at least positions
-    [0, num_computed_tokens + len(token_ids)), with NULL_BLOCK for blocks behind the group's window; it is the same tuple
-    object until a block comes or goes.
+    [0, num_computed_tokens + len(token_ids)), with NULL_BLOCK for blocks behind the group's window; it is the same
+    tuple object until a block comes or goes.
     logits_offsets are offsets into token_ids whose next-token logits are wanted; empty with sampling None for a prompt
     chunk that ends before the last known token. With sampling set, one token is drawn per logits offset.
     """

@@ -22,8 +22,8 @@ def _case(class_name: str, **changes: Any) -> tuple[str, dict[str, Any]]:
     return class_name, {**_SHAPE, **changes}
 
 
-def _rope(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
+def _rope(kind: str, theta: float = 10000.0, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **fields}
 
 
 _LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
@@ -43,12 +43,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-listed": _case("SmolLM3ForCausalLM", no_rope_layers=[0, 1]),
     "mistral": _case("MistralForCausalLM", sliding_window=None, tie_word_embeddings=False),
     "mistral-wide-window": _case("MistralForCausalLM", sliding_window=4096, head_dim=32),
+    "mistral-window": _case("MistralForCausalLM", sliding_window=10),
     "qwen2": _case("Qwen2ForCausalLM", rms_norm_eps=1e-6),
+    "qwen2-window": _case("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=13, max_window_layers=1),
     "qwen3": _case("Qwen3ForCausalLM", head_dim=32, num_attention_heads=3, num_key_value_heads=1),
     "granite": _case("GraniteForCausalLM", embedding_multiplier=3.0, attention_multiplier=0.2, logits_scaling=2.0,
                      residual_multiplier=0.6),
     "olmo2": _case("Olmo2ForCausalLM", tie_word_embeddings=False),
     "phi3": _case("Phi3ForCausalLM", tie_word_embeddings=False),
+    "phi3-window": _case("Phi3ForCausalLM", sliding_window=17),
     "phi4-partial": _case("Phi3ForCausalLM", rope_parameters=_rope("default", partial_rotary_factor=0.5)),
     "phi3-long": _case("Phi3ForCausalLM", rope_parameters=_rope("longrope", **_LONG),
                        original_max_position_embeddings=32),
@@ -57,4 +60,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": _case("GemmaForCausalLM", head_dim=32, num_key_value_heads=1, hidden_act="gelu_pytorch_tanh"),
     "gemma2-wide-window": _case("Gemma2ForCausalLM", head_dim=32, sliding_window=4096, query_pre_attn_scalar=24,
                                 attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    "gemma2": _case("Gemma2ForCausalLM", head_dim=32, sliding_window=9, query_pre_attn_scalar=32,
+                    attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    "gemma3": _case("Gemma3ForCausalLM", head_dim=16, sliding_window=12, query_pre_attn_scalar=16, num_hidden_layers=4,
+                    intermediate_size=64, num_key_value_heads=1,
+                    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                    rope_parameters={"sliding_attention": _rope("default", theta=100.0),
+                                     "full_attention": _rope("linear", factor=4.0)}),
 }

@@ -25,7 +25,7 @@ def make(name: str) -> None:
 
     class_name, changes = CASES[name]
     torch.manual_seed(zlib.crc32(name.encode()))
-    config = getattr(transformers, class_name.replace("ForCausalLM", "Config"))(**changes)
+    config = getattr(transformers, class_name).config_class(**changes)
     config._attn_implementation = "eager"       # soft-caps are eager only
     model = getattr(transformers, class_name)(config).eval()
     with torch.no_grad():

@@ -17,6 +17,7 @@ from paceline.model.decoder import AUTO_FORMS
 from paceline.model.families import spec_from_config
 from paceline.model.family_table import families_markdown
 from paceline.model.fields import Fields
+from paceline.model.layer_groups import LayerGroup, layer_groups
 from paceline.model.loader import open_model
 from paceline.model.rope import Llama3Scaling, rope_table
 from paceline.model.spec import ModelSpec
@@ -103,30 +104,74 @@ def test_head_dim_of_the_config_wins() -> None:
 
 def test_qwen2_has_biases_and_may_name_an_unused_window() -> None:
     qwen = spec(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=100)
-    assert qwen.family == "qwen2" and qwen.has_qkv_bias
-    with pytest.raises(ModelError, match="sliding_window"):
-        spec(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=100)
+    assert qwen.family == "qwen2" and qwen.has_qkv_bias and qwen.windows == ()
 
 
 def of(architecture: str, **changes: Any) -> ModelSpec:
     return spec(architectures=[architecture + "ForCausalLM"], **changes)
 
 
-def test_a_window_that_covers_the_model_is_none_and_a_shorter_one_is_refused() -> None:
-    assert of("Mistral", sliding_window=128) == of("Mistral", sliding_window=4096)
-    kinds = ["sliding_attention", "full_attention"]
-    of("Gemma2", hidden_act="gelu_pytorch_tanh", sliding_window=128, layer_types=kinds)
-    for architecture in ("Mistral", "Qwen3", "Phi3", "SmolLM3"):
-        with pytest.raises(ModelError, match=r"sliding_window=127: .*the model's 128 tokens"):
-            of(architecture, sliding_window=127)
-    with pytest.raises(ModelError, match="sliding_window=200"):     # what scaling stretches, the window must cover
-        of("Mistral", sliding_window=200, rope_scaling={"type": "linear", "factor": 2.0})
-    for architecture in ("Mistral", "Gemma2"):      # their configs mean 4096 when they do not say
-        with pytest.raises(ModelError, match="sliding_window=4096"):
-            of(architecture, max_position_embeddings=8192, hidden_act=None)
-    config = {**tiny.hf_config(architectures=["MistralForCausalLM"], max_position_embeddings=8192),
-              "sliding_window": None}
-    assert spec_from_config(Fields(config, "config.json"), NO_HEAD).max_position == 8192
+def test_every_layer_of_mistral_and_phi_has_the_window() -> None:
+    assert of("Mistral", sliding_window=100).windows == of("Phi3", sliding_window=100).windows == (100, 100)
+    assert of("Mistral").windows == (4096, 4096)      # what its config means when it does not say
+    for architecture in ("Mistral", "Phi3"):
+        config = {**tiny.hf_config(architectures=[architecture + "ForCausalLM"]), "sliding_window": None}
+        assert spec_from_config(Fields(config, "config.json"), NO_HEAD).windows == ()
+
+
+def test_qwens_window_counts_when_it_is_switched_on_and_from_a_layer_on() -> None:
+    assert of("Qwen3", sliding_window=100).windows == ()
+    assert of("Qwen3", sliding_window=100, use_sliding_window=True, max_window_layers=1).windows == (None, 100)
+    assert of("Qwen2", use_sliding_window=True, max_window_layers=0).windows == (4096, 4096)
+
+
+def test_gemmas_layers_take_turns() -> None:
+    gelu = {"hidden_act": "gelu_pytorch_tanh"}
+    assert of("Gemma2", **gelu).windows == (4096, None)
+    assert of("Gemma3", num_hidden_layers=7, sliding_window=512, **gelu).windows == (*[512] * 5, None, 512)
+    assert of("Gemma3", num_hidden_layers=4, sliding_window_pattern=2, **gelu).windows == (4096, None, 4096, None)
+    kinds = ["full_attention", "sliding_attention"]
+    assert of("Gemma2", layer_types=kinds, **gelu).windows == (None, 4096)
+
+
+def test_gemma_3_turns_layers_with_a_window_at_a_pace_of_their_own() -> None:
+    gelu = {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6}
+    old = of("Gemma3", rope_local_base_freq=500.0, rope_scaling={"rope_type": "linear", "factor": 8.0}, **gelu)
+    assert (old.rope_theta, old.window_rope_theta, old.max_position) == (1e6, 500.0, 128)
+    nested = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    assert of("Gemma3", rope_parameters=nested, **gelu) == old
+    nested["sliding_attention"]["rope_type"] = "yarn"
+    with pytest.raises(ModelError, match="sliding_attention: rope_type='yarn'"):
+        of("Gemma3", rope_parameters=nested, **gelu)
+
+
+@pytest.mark.parametrize(("architecture", "changes", "named"), [
+    ("Llama", {"sliding_window": 100}, "sliding_window=100: windows are not supported for this family"),
+    ("SmolLM3", {"sliding_window": 127}, "sliding_window=127: windows are not supported"),
+    ("Mistral", {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
+    ("Mistral", {"layer_types": ["sliding_attention"]}, "layer_types=.*one entry for each of the 2 layers"),
+    ("Mistral", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.*must be a list of"),
+    ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "there is no sliding_window"),
+    ("Gemma3", {"sliding_window_pattern": 0, "hidden_act": "gelu_pytorch_tanh"}, "sliding_window_pattern=0"),
+])
+def test_a_window_we_cannot_make_sense_of_is_refused(architecture: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        of(architecture, **changes)
+
+
+def test_a_window_that_covers_the_model_is_no_window_to_its_memory() -> None:
+    assert layer_groups(of("Mistral", sliding_window=128), 128) == (LayerGroup(None, (0, 1)),)
+    assert layer_groups(of("Mistral", sliding_window=127), 128) == (LayerGroup(127, (0, 1)),)
+    assert layer_groups(of("Mistral", sliding_window=127), 64) == (LayerGroup(None, (0, 1)),)
+
+
+def test_groups_are_as_large_as_the_rarest_kind_of_layer() -> None:
+    gemma = of("Gemma3", num_hidden_layers=26, sliding_window=32, hidden_act="gelu_pytorch_tanh")
+    groups = layer_groups(gemma, 128)
+    assert groups[0] == LayerGroup(None, (5, 11, 17, 23))
+    assert [len(group.layers) for group in groups[1:]] == [4, 4, 4, 4, 4, 2]
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(26))
 
 
 def test_biases_are_taken_where_the_family_has_them_and_refused_elsewhere() -> None:

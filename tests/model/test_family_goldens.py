@@ -25,10 +25,11 @@ from paceline.model.gguf import read_gguf
 from paceline.model.loader import open_model
 from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec, Weights
+from paceline.ops.interface import KVSpec
 from paceline.ops.numpy_ops import NumpyBackend
 from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
 from tests.golden.family_gguf import GGUF_CASES, write_gguf
-from tests.runner.helpers import BACKENDS, Generation, generate, kv_of, make_executor, one_row_batch
+from tests.runner.helpers import BACKENDS, Generation, generate, groups_of, kv_of, make_executor, one_row_batch
 
 BLOCKS = (4, 1, 9, 2)
 
@@ -39,6 +40,10 @@ def opened(name: str) -> tuple[ModelSpec, Weights]:
     files = read_directory(directory)
     spec = spec_from_config(read_json_fields(directory / "config.json"), files.tensors)
     return spec, weights_from_config(spec, files.tensors, str(directory))
+
+
+def pool_of(spec: ModelSpec, dtype: str = "f32") -> KVSpec:
+    return kv_of(spec, 40 * len(groups_of(spec)), dtype=dtype)
 
 
 @cache
@@ -56,8 +61,8 @@ def test_every_family_has_a_golden() -> None:
 def test_logits_are_those_of_transformers(name: str, backend_name: str) -> None:
     spec, weights = opened(name)
     backend = BACKENDS[backend_name]()
-    runner = backend.bind(record_decoder(spec, weights, backend, "f32", MAX_POSITION), kv_of(spec, dtype="f32"))
-    logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS), wants_logits=True).logits
+    runner = backend.bind(record_decoder(spec, weights, backend, "f32", MAX_POSITION), pool_of(spec))
+    logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS, groups_of(spec)), wants_logits=True).logits
     runner.close()
     assert logits is not None
     assert np.abs(logits - expected(name)[0]).max() < 1e-4
@@ -68,13 +73,15 @@ def test_logits_are_those_of_transformers(name: str, backend_name: str) -> None:
 def test_greedy_tokens_are_those_of_transformers_in_any_company(name: str, backend_name: str) -> None:
     """Alone and whole, then in chunks beside others: the same tokens, log-probabilities and logits, bit for bit."""
     spec, weights = opened(name)
-    alone = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY)
-    executor = make_executor(kv_of(spec, dtype="f32"), BACKENDS[backend_name](), spec, weights)
+    groups = groups_of(spec)
+    alone = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY, groups=groups)
+    executor = make_executor(pool_of(spec), BACKENDS[backend_name](), spec, weights)
     generate(executor, [alone])
     assert alone.drawn == expected(name)[1]
     for chunk in (1, 7):
-        hero = Generation("hero", list(TOKENS), (30, 31, 32, 33), num_new=NUM_GREEDY)
-        mates = [Generation("mate", TOKENS[5:30], (0, 3, 5)), Generation("short", TOKENS[:1], (6, 7), num_new=9)]
+        hero = Generation("hero", list(TOKENS), (30, 31, 32, 33), num_new=NUM_GREEDY, groups=groups)
+        mates = [Generation("mate", TOKENS[5:30], (0, 3, 5), groups=groups),
+                 Generation("short", TOKENS[:1], (6, 7), num_new=9, groups=groups)]
         generate(executor, [mates[0], hero, mates[1]], chunk)
         assert hero.outcome == alone.outcome, chunk
     executor.close()
@@ -87,8 +94,8 @@ def test_the_same_checkpoint_as_gguf_gives_the_same_logits_and_tokens(
     file = read_gguf(write_gguf(name, tmp_path / "model.gguf"))
     spec = spec_from_gguf(file.fields, file.tensors)
     weights = weights_from_gguf(spec, file.tensors, "model.gguf")
-    hero = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY)
-    executor = make_executor(kv_of(spec, dtype="f32"), BACKENDS[backend_name](), spec, weights)
+    hero = Generation("hero", list(TOKENS), BLOCKS, num_new=NUM_GREEDY, groups=groups_of(spec))
+    executor = make_executor(pool_of(spec), BACKENDS[backend_name](), spec, weights)
     generate(executor, [hero])
     executor.close()
     assert hero.drawn == expected(name)[1]
@@ -116,7 +123,8 @@ def test_the_fingerprint_says_which_factors_longrope_took() -> None:
 NEUTRAL: dict[str, Any] = {
     "activation": "silu", "qk_norm": "none", "has_qkv_bias": False, "has_o_bias": False, "has_mlp_bias": False,
     "rotary_dim": None, "rope_scaling": None, "unrotated_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0,
-    "attention_scale": None, "attention_softcap": None, "logit_scale": 1.0, "logit_softcap": None,
+    "attention_scale": None, "attention_softcap": None, "logit_scale": 1.0, "logit_softcap": None, "windows": (),
+    "window_rope_theta": None,
 }
 
 
@@ -124,22 +132,29 @@ NEUTRAL: dict[str, Any] = {
 def test_the_goldens_would_notice_every_feature_that_is_left_out(name: str) -> None:
     spec, weights = opened(name)
     backend = NumpyBackend()
-    for feature in (feature for feature, value in NEUTRAL.items() if getattr(spec, feature) != value):
+    told = [feature for feature, value in NEUTRAL.items() if getattr(spec, feature) != value]
+    if not any(window is not None and window < len(TOKENS) for window in spec.windows):
+        told = [feature for feature in told if feature != "windows"]    # nothing lies behind it
+    if spec.attention_scale == spec.head_dim**-0.5:
+        told.remove("attention_scale")
+    for feature in told:
         without = replace(spec, **{feature: NEUTRAL[feature]})
-        runner = backend.bind(record_decoder(without, weights, backend, "f32", MAX_POSITION), kv_of(spec, dtype="f32"))
-        logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS), wants_logits=True).logits
+        runner = backend.bind(record_decoder(without, weights, backend, "f32", MAX_POSITION), pool_of(without))
+        logits = runner.step(one_row_batch(TOKENS, 0, BLOCKS, groups_of(without)), wants_logits=True).logits
         assert logits is not None and np.abs(logits - expected(name)[0]).max() > 0.01, feature
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@pytest.mark.parametrize("name", ["granite", "olmo2", "stablelm", "gemma2-wide-window"])
+@pytest.mark.parametrize("name", ["granite", "olmo2", "stablelm", "gemma2", "gemma3"])
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_rounded_weights_and_cache_are_exact_in_any_company_too(name: str, backend_name: str, dtype: str) -> None:
     spec, weights = opened(name)
-    executor = make_executor(kv_of(spec, dtype="bf16"), BACKENDS[backend_name](), spec, weights, dtype)
-    alone = Generation("hero", list(TOKENS), BLOCKS)
+    executor = make_executor(pool_of(spec, "bf16"), BACKENDS[backend_name](), spec, weights, dtype)
+    groups = groups_of(spec)
+    alone = Generation("hero", list(TOKENS), BLOCKS, groups=groups)
     generate(executor, [alone])
-    hero, mate = Generation("hero", list(TOKENS), (30, 31, 32)), Generation("mate", TOKENS[5:30], (0, 3, 5))
+    hero = Generation("hero", list(TOKENS), (30, 31, 32), groups=groups)
+    mate = Generation("mate", TOKENS[5:30], (0, 3, 5), groups=groups)
     generate(executor, [mate, hero], chunk=7)
     assert hero.outcome == alone.outcome
     executor.close()

@@ -82,7 +82,8 @@ def test_rope_write_kv_writes_the_slots_of_its_positions_and_no_other() -> None:
     record, qkv, cache = recorder(), normal(3, 64), NumpyKVCache(KV)
     cache.blocks[...] = np.nan
     rope = np.concatenate([np.cos(normal(40, 4)), np.sin(normal(40, 4))], axis=1)
-    out = record.rope_write_kv(record.buffer("tokens", 64), record.weight("rope", rope), KVPlace(1), record.buffer("tokens", 32))
+    out = record.rope_write_kv(record.buffer("tokens", 64), record.weight("rope", rope), KVPlace(1),
+                               record.buffer("tokens", 32))
     step = run_one(record, [qkv], one_row_batch([1, 2, 3], 15, [6, 2]), cache)
     heads = qkv.reshape(3, 8, 8)
     for t, (position, block, slot) in enumerate([(15, 6, 15), (16, 2, 0), (17, 2, 1)]):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gguf
 import numpy as np
 
 from paceline.clock import VirtualClock
+from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVGroup
 from paceline.model.decoder import record_decoder
+from paceline.model.layer_groups import layer_groups
 from paceline.model.spec import ModelSpec, Weights
 from paceline.ops.cpu import CpuBackend, load_kernels
 from paceline.ops.interface import Backend, ForwardBatch, KVSpec, SamplingBatch, SourceTensor
@@ -85,7 +87,18 @@ def random_weights(spec: ModelSpec, seed: int = 0, types: Callable[[str], str] =
 
 
 def kv_of(spec: ModelSpec, num_blocks: int = 40, block_size: int = 16, dtype: str = "bf16") -> KVSpec:
-    return KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, num_blocks, dtype)
+    num_layers = max(len(group.layers) for group in layer_groups(spec, spec.max_position))
+    return KVSpec(num_layers, spec.num_kv_heads, spec.head_dim, block_size, num_blocks, dtype)
+
+
+def groups_of(spec: ModelSpec) -> tuple[KVGroup, ...]:
+    return tuple(KVGroup(group.window) for group in layer_groups(spec, spec.max_position))
+
+
+def group_tables(block_ids: Sequence[int], groups: Sequence[KVGroup], computed: int) -> tuple[tuple[int, ...], ...]:
+    """Tables of blocks of 16 tokens for every group: blocks of its own, and none behind its window."""
+    return tuple(tuple(NULL_BLOCK if i < group.first_block(computed, 16) else 40 * index + block_id
+                       for i, block_id in enumerate(block_ids)) for index, group in enumerate(groups))
 
 
 def make_executor(kv: KVSpec | None = None, backend: Backend | None = None, spec: ModelSpec | None = None,
@@ -93,7 +106,8 @@ def make_executor(kv: KVSpec | None = None, backend: Backend | None = None, spec
     spec, backend = spec or tiny_spec(), backend or NumpyBackend()
     program = record_decoder(spec, weights or random_weights(spec), backend, dtype, spec.max_position)
     kv = kv or kv_of(spec)
-    return ModelExecutor(backend.bind(program, kv), kv, VirtualClock(), keep_logits=True)
+    return ModelExecutor(backend.bind(program, kv), kv, VirtualClock(), keep_logits=True,
+                         num_groups=len(groups_of(spec)))
 
 
 def row(request_id: str, computed: int, tokens: Sequence[InputToken], block_ids: tuple[int, ...],
@@ -119,6 +133,7 @@ class Generation:
     num_new: int = 6
     params: SamplingParams = GREEDY
     num_computed: int = 0
+    groups: tuple[KVGroup, ...] = FULL_ATTENTION
     logits: list[bytes] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
@@ -135,7 +150,8 @@ class Generation:
     def next_row(self, chunk: int) -> ScheduledRequest:
         end = min(self.num_computed + chunk, len(self.tokens))
         params = self.params if end == len(self.tokens) else None
-        return row(self.request_id, self.num_computed, self.tokens[self.num_computed : end], self.block_ids, params)
+        made = row(self.request_id, self.num_computed, self.tokens[self.num_computed : end], self.block_ids, params)
+        return replace(made, block_ids=group_tables(self.block_ids, self.groups, self.num_computed))
 
 
 def generate(executor: ModelExecutor, generations: Sequence[Generation], chunk: int = 1000,
@@ -168,8 +184,10 @@ def sampling_rows(num_rows: int, **columns: Any) -> SamplingBatch:
                            for v, dtype in zip(values.values(), dtypes, strict=True)))
 
 
-def one_row_batch(token_ids: Sequence[int], start: int, block_ids: Sequence[int]) -> ForwardBatch:
+def one_row_batch(token_ids: Sequence[int], start: int, block_ids: Sequence[int],
+                  groups: Sequence[KVGroup] = FULL_ATTENTION) -> ForwardBatch:
     n = len(token_ids)
+    tables = np.array(group_tables(block_ids, groups, start), np.int32)[:, None]
     return ForwardBatch(
         np.array(token_ids, np.int32), np.arange(start, start + n, dtype=np.int32), np.array([0, n], np.int32),
-        np.array([[block_ids]], np.int32), np.arange(n, dtype=np.int32), np.zeros((0, 2), np.int32), sampling_rows(n))
+        tables, np.arange(n, dtype=np.int32), np.zeros((0, 2), np.int32), sampling_rows(n))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-
 from dataclasses import replace
 
 import numpy as np
@@ -32,8 +31,8 @@ def test_tokens_positions_rows_and_wanted() -> None:
     assert batch.row_starts.tolist() == [0, 1, 4, 6]
     assert batch.wanted.tolist() == [0, 5]
     assert batch.copies.tolist() == [[4, 5], [5, 6]]
-    assert [table[:n].tolist() for table, n in zip(batch.block_tables[0], (2, 3, 1), strict=True)] == [[3, 1], [2, 8, 9],
-                                                                                                    [5]]
+    tables = [table[:n].tolist() for table, n in zip(batch.block_tables[0], (2, 3, 1), strict=True)]
+    assert tables == [[3, 1], [2, 8, 9], [5]]
     assert all(a.flags.c_contiguous for a in (batch.token_ids, batch.block_tables, batch.copies))
 
 

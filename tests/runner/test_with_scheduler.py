@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-pytest.importorskip("paceline.sched.scheduler")    # lives on another branch until the merge
+from paceline.kv.groups import NULL_BLOCK
+from paceline.model.spec import ModelSpec
 from paceline.request import FinishReason, Request, SamplingParams
 from tests.fakes import Setup, Stage
 
-from .helpers import BACKENDS, kv_of, make_executor, prompt, random_weights, tiny_spec
+from .helpers import BACKENDS, groups_of, kv_of, make_executor, prompt, random_weights, tiny_spec
 
 SHARED = tuple(prompt(50, 37))
 
@@ -26,10 +27,18 @@ def workload() -> list[Request]:
     return requests
 
 
-def outputs_of(setup: Setup, requests: list[Request], backend_name: str) -> tuple[dict[str, list[int]], Stage]:
-    stage = Stage(setup)
-    kv = kv_of(tiny_spec(), num_blocks=setup.num_blocks, block_size=setup.block_size)
-    stage.executor = make_executor(kv, BACKENDS[backend_name]())    # type: ignore[assignment]
+SPECS = {
+    "full": tiny_spec(),
+    "window": tiny_spec(windows=(20, 20)),
+    "both": tiny_spec(num_layers=3, windows=(20, None, 9)),
+}
+
+
+def outputs_of(setup: Setup, requests: list[Request], backend_name: str,
+               spec: ModelSpec = SPECS["full"]) -> tuple[dict[str, list[int]], Stage]:
+    stage = Stage(replace(setup, groups=groups_of(spec)))
+    kv = kv_of(spec, num_blocks=setup.num_blocks, block_size=setup.block_size)
+    stage.executor = make_executor(kv, BACKENDS[backend_name](), spec)    # type: ignore[assignment]
     stage.add(*requests)
     while stage.scheduler.has_work():
         stage.step()
@@ -84,3 +93,20 @@ def test_rows_without_finite_logits_fail_and_change_nothing_for_the_others(backe
     assert mixed.reasons == quiet.reasons | dict.fromkeys(failed, FinishReason.ERROR)
     assert mixed.tokens == quiet.tokens | {name: [] for name in failed}
     assert mixed.scheduler.stats().num_free_blocks == 30
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("kind", ["window", "both"])
+@pytest.mark.parametrize("setup", [Setup(num_blocks=14, block_size=16, max_num_batched_tokens=11),
+                                   Setup(num_blocks=100, block_size=32, max_num_batched_tokens=40),
+                                   Setup(num_blocks=30, block_size=16, max_num_batched_tokens=64)], ids=str)
+def test_windows_hold_in_every_size_of_engine(backend_name: str, kind: str, setup: Setup) -> None:
+    spec, expected = SPECS[kind], {}
+    roomy = Setup(num_blocks=300, block_size=16, max_num_batched_tokens=1000, prefix_cache="none")
+    for request in workload():
+        expected |= outputs_of(roomy, [request], backend_name, spec)[0]
+    tokens, stage = outputs_of(setup, workload(), backend_name, spec)
+    assert tokens == expected
+    assert any(NULL_BLOCK in table for plan in stage.plans for row in plan.rows for table in row.block_ids)
+    if setup.num_blocks == 14 and kind == "both":
+        assert any(plan.preempted for plan in stage.plans)
