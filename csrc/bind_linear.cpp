@@ -39,7 +39,8 @@ void check_width(const char* name, int64_t got, int64_t wanted) {
 
 // --- packing ---
 
-PackedWeight pack_sources(const std::string& form, int64_t num_inputs, nb::sequence given) {
+PackedWeight pack_sources(const std::string& form, int64_t num_inputs, nb::sequence given, int num_threads,
+                          const std::string& path) {
   using Raw = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
   std::vector<Source> sources;
   std::vector<Raw> raws;                         // keep the arrays alive while the lock is released
@@ -65,8 +66,9 @@ PackedWeight pack_sources(const std::string& form, int64_t num_inputs, nb::seque
     sources.push_back(source);
   }
   const Form wanted = form_from_name(form);
+  const KernelTable* kernels = path == "auto" ? nullptr : &find_table(path);
   nb::gil_scoped_release unlocked;
-  return pack(wanted, num_inputs, sources);
+  return pack(wanted, num_inputs, sources, num_threads, kernels);
 }
 
 Out<float> unpack_weight(const PackedWeight& packed) {
@@ -266,6 +268,30 @@ Out<float> add(const std::string& path, nb::object x_given, nb::object y_given, 
   return out;
 }
 
+Out<float> add_gated(const std::string& path, nb::object x_given, nb::object y_given, nb::object gate_given) {
+  const KernelTable& table = find_table(path);
+  const auto y = float_rows("y", y_given);
+  const auto gate = float_vector("gate", gate_given);
+  const auto x = float_rows("x", x_given);
+  if (x.shape(0) != y.shape(0) || x.shape(1) != y.shape(1)) refuse("y: needs the shape of x");
+  if (gate.shape(0) != x.shape(0)) refuse("gate: needs one entry for each row of x");
+  return changed(x_given, [&](float* to, int64_t width, int64_t rows) {
+    table.add_gated(to, y.data(), gate.data(), width, 0, rows);
+  });
+}
+
+Out<float> route(const std::string& path, nb::object logits_given, int64_t top_k, bool renormalise) {
+  const KernelTable& table = find_table(path);
+  const auto logits = float_rows("logits", logits_given);
+  const int64_t num_experts = static_cast<int64_t>(logits.shape(1));
+  if (top_k < 1 || top_k > num_experts) refuse("top_k: must be from 1 to the number of experts");
+  Out<float> out = make_array<float>({logits.shape(0), static_cast<size_t>(2 * top_k)});
+  float* to = out.data();
+  nb::gil_scoped_release unlocked;
+  table.route(logits.data(), num_experts, top_k, renormalise, to, 0, static_cast<int64_t>(logits.shape(0)));
+  return out;
+}
+
 Out<float> exp_of(const std::string& path, nb::object x_given) {
   const KernelTable& table = find_table(path);
   const auto x = float_vector("x", x_given);
@@ -324,8 +350,9 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("num_outputs", [](const PackedWeight& p) { return p.weight.num_outputs; })
       .def_prop_ro("num_inputs", [](const PackedWeight& p) { return p.weight.num_inputs; })
       .def_ro("num_bytes", &PackedWeight::num_bytes);
-  m.def("pack", &pack_sources, "form"_a, "num_inputs"_a, "sources"_a,
-        "sources: a list of (source_type, raw uint8 [num_outputs, row bytes], row_order int64 or None).");
+  m.def("pack", &pack_sources, "form"_a, "num_inputs"_a, "sources"_a, "num_threads"_a = 0, "path"_a = "auto",
+        "sources: a list of (source_type, raw uint8 [num_outputs, row bytes], row_order int64 or None). num_threads 0: one "
+        "a core.");
   m.def("unpack", &unpack_weight, "packed"_a);
 
   m.def("linear", &linear, "path"_a, "packed"_a, "x"_a, "bias"_a = nb::none(), "num_threads"_a = 1,
@@ -340,6 +367,8 @@ void bind_linear(nb::module_& m) {
   m.def("add", &add, "path"_a, "x"_a, "y"_a, "scale"_a = 1.0f);
   m.def("scale", &paceline::scale, "path"_a, "x"_a, "factor"_a);
   m.def("softcap", &softcap, "path"_a, "x"_a, "cap"_a);
+  m.def("add_gated", &add_gated, "path"_a, "x"_a, "y"_a, "gate"_a);
+  m.def("route", &route, "path"_a, "logits"_a, "top_k"_a, "renormalise"_a);
   m.def("exp", &exp_of, "path"_a, "x"_a);
   m.def("quantize", &quantize, "path"_a, "x"_a, "(q, scale, sum): what int8 and int4 kernels make of their input.");
   m.def("round_bf16", &round_bf16, "path"_a, "x"_a, "What the bf16 kernel makes of its input, as raw bits.");

@@ -1,4 +1,5 @@
-// Verbs that touch a row at a time: embed, norms, activations, add, scale, softcap, and prepare (a linear's input rows).
+// Verbs that touch a row at a time: embed, norms, activations, add, scale, softcap, routes to experts and what comes back
+// from them, and prepare (a linear's input rows).
 #include "simd.h"
 #include "units.h"
 
@@ -209,12 +210,87 @@ void add_rows(float* x, const float* y, float scale, int64_t width, int64_t firs
   }
 }
 
+void add_gated(float* x, const float* y, const float* gate, int64_t width, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const f32x16 factor = div(set1(1.0f), add(set1(1.0f), exp(set1(-gate[row]))));    // e^-g may be infinite: 0
+    for (int64_t i = 0; i < width; i += 16) {
+      const int n = lanes_at(i, width);
+      float* at = x + row * width + i;
+      store_first(at, add(load_first(at, n), mul(load_first(y + row * width + i, n), factor)), n);
+    }
+  }
+}
+
 void scale_rows(float* x, float factor, int64_t width, int64_t first, int64_t last) {
   update(x, first * width, last * width, [=](f32x16 v) { return mul(v, set1(factor)); });
 }
 
 void softcap_rows(float* x, float cap, int64_t width, int64_t first, int64_t last) {
   update(x, first * width, last * width, [=](f32x16 v) { return mul(tanh(div(v, set1(cap))), set1(cap)); });
+}
+
+namespace {
+
+// Keeps the best so far in order of their logits. An equal logit or a NaN stays behind those already there.
+void choose_experts(const float* logits, int64_t num_experts, int64_t top_k, float* ids) {
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    int64_t place = expert < top_k ? expert : top_k;
+    for (; place > 0 && logits[expert] > logits[static_cast<int64_t>(ids[place - 1])]; --place) {
+      if (place < top_k) ids[place] = ids[place - 1];
+    }
+    if (place < top_k) ids[place] = static_cast<float>(expert);
+  }
+}
+
+void sort_ascending(float* ids, int64_t count) {
+  for (int64_t i = 1; i < count; ++i) {
+    const float id = ids[i];
+    int64_t place = i;
+    for (; place > 0 && ids[place - 1] > id; --place) ids[place] = ids[place - 1];
+    ids[place] = id;
+  }
+}
+
+float exp_of(float a) { return lane_of(exp(set1(a)), 0); }
+
+}  // namespace
+
+void route(const float* logits, int64_t num_experts, int64_t top_k, bool renormalise, float* routes, int64_t first,
+           int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const float* from = logits + row * num_experts;
+    float* ids = routes + row * 2 * top_k;
+    float* shares = ids + top_k;
+    choose_experts(from, num_experts, top_k, ids);
+    const float most = from[static_cast<int64_t>(ids[0])];
+    sort_ascending(ids, top_k);
+    f32x16 sums = zero();
+    for (int64_t i = 0; i < num_experts; i += 16) {
+      const int n = lanes_at(i, num_experts);
+      sums = add(sums, select(first_lanes(n), exp(sub(load_first(from + i, n), set1(most))), zero()));
+    }
+    const float sum = reduce_add(sums);
+    float sum_of_chosen = 0.0f;
+    for (int64_t j = 0; j < top_k; ++j) {
+      shares[j] = exp_of(from[static_cast<int64_t>(ids[j])] - most) / sum;
+      sum_of_chosen += shares[j];
+    }
+    for (int64_t j = 0; renormalise && j < top_k; ++j) shares[j] /= sum_of_chosen;
+  }
+}
+
+void combine(const float* x, const float* routes, const int32_t* rows, int64_t top_k, int64_t width, float* out, int64_t first,
+             int64_t last) {
+  for (int64_t row = first; row < last; ++row) {
+    const float* shares = routes + row * 2 * top_k + top_k;
+    const int32_t* from = rows + row * top_k;
+    for (int64_t i = 0; i < width; i += 16) {
+      const int n = lanes_at(i, width);
+      f32x16 sum = mul(set1(shares[0]), load_first(x + from[0] * width + i, n));
+      for (int64_t j = 1; j < top_k; ++j) sum = fma(set1(shares[j]), load_first(x + from[j] * width + i, n), sum);
+      store_first(out + row * width + i, sum, n);
+    }
+  }
 }
 
 void exp_values(const float* x, float* out, int64_t count) {

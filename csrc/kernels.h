@@ -69,6 +69,28 @@ struct Batch {
   const int32_t* wanted;           // [W]
 };
 
+// Lists of token ids end to end: list i is values[starts[i]] up to values[starts[i + 1]].
+struct Ragged {
+  const int32_t* starts;
+  const int32_t* values;
+  int32_t begin(int64_t i) const { return starts[i]; }
+  int32_t end(int64_t i) const { return starts[i + 1]; }
+  bool is_empty(int64_t i) const { return starts[i] == starts[i + 1]; }
+};
+
+// What only `count` of the wanted positions ask for, as SamplingExtras (paceline/ops/interface.py) has it.
+struct SamplingExtras {
+  int64_t count;
+  const int32_t* rows;
+  const float *min_p, *typical_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
+  const int32_t *num_prompt, *num_top, *target;
+  Ragged history, allowed, banned, biased;
+  const float* bias;
+  int64_t top_width;      // the largest num_top
+  int32_t* top_ids;       // [count][top_width], filled by the caller with -1, written by sample
+  float* top_logprobs;    // [count][top_width], filled with 0
+};
+
 struct Sampling {
   const float* temperature;
   const int32_t* top_k;
@@ -78,6 +100,8 @@ struct Sampling {
   const uint32_t* choice_index;
   const uint64_t* position;
   const uint8_t* wants_logprob;
+  const SamplingExtras* extras = nullptr;
+  const int32_t* entry_of = nullptr;    // [W] a wanted position's entry in the extras, or -1; null without extras
 };
 
 // Attention works in chunks of 64 keys inside segments of 512, both at absolute positions. One segment of one query head
@@ -117,8 +141,17 @@ struct KernelTable {
   void (*silu_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
   void (*gelu_tanh_mul)(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
   void (*add)(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last);    // x += scale * y
+  // x += sigmoid(gate) * y, one gate a row.
+  void (*add_gated)(float* x, const float* y, const float* gate, int64_t width, int64_t first, int64_t last);
   void (*scale)(float* x, float factor, int64_t width, int64_t first, int64_t last);
   void (*softcap)(float* x, float cap, int64_t width, int64_t first, int64_t last);    // x = cap * tanh(x / cap)
+  // routes [row][2 top_k]: ids (as floats) of the top_k largest logits, ascending, then their shares. Ids are always
+  // top_k different ones, whatever the logits hold.
+  void (*route)(const float* logits, int64_t num_experts, int64_t top_k, bool renormalise, float* routes, int64_t first,
+                int64_t last);
+  // out[t] = sum over j of share j of token t * x[rows[t * top_k + j]], j ascending
+  void (*combine)(const float* x, const float* routes, const int32_t* rows, int64_t top_k, int64_t width, float* out,
+                  int64_t first, int64_t last);
   void (*exp)(const float* x, float* out, int64_t count);    // what softmax and silu use, for tests
   void (*prepare)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 
@@ -142,6 +175,12 @@ struct KernelTable {
   int32_t (*sample)(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
                     void* scratch);
   size_t (*sample_scratch_bytes)(int64_t vocab_size);
+
+  // quantize.cpp: a group of one strip, values [32 inputs][16 outputs]; the same bits on every path. int4_lines finds the
+  // line d q + m close to each output's values (d = 0: none). int4_quants rounds to a given line: words [4][16] as an int4
+  // block holds them (all 0 where d = 0), and the weighted squared error of each output.
+  void (*int4_lines)(const float* values, float* d, float* m);
+  void (*int4_quants)(const float* values, const float* d, const float* m, uint32_t* words, float* error);
 };
 
 extern const KernelTable kernels_portable;

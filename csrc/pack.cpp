@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "cpu_features.h"
 #include "half.h"
 #include "memory.h"
 #include "pack_decode.h"
@@ -166,18 +167,73 @@ Fault pack_group_int4(const Row& row, int64_t first, int, int lane, uint8_t* str
     store_int4(block, lane, quads, d, m);
     return Fault::none;
   }
-  float values[kGroup];
-  decode(row.type, row.data, first, kGroup, values);
-  const Range range = range_of(values);
-  if (!range.is_finite) return Fault::not_finite;
-  const uint16_t d = float_to_f16((range.high - range.low) / 15.0f), m = float_to_f16(range.low);
-  if (!f16_is_finite(d) || !f16_is_finite(m)) return Fault::scale_too_large;
-  uint8_t q[kGroup];
-  quantize(values, f16_to_float(m), f16_to_float(d), 0.0f, 15.0f, 0, q);
-  for (int quad = 0; quad < 8; ++quad) quads[quad] = load_u32(q + 4 * quad);
-  store_int4(block, lane, quads, d, m);
   return Fault::none;
 }
+
+bool keeps_own_int4(SourceType type) {
+  return type == SourceType::q4_0 || type == SourceType::q4_1 || type == SourceType::q4_k;
+}
+
+// The groups of one strip, the same inputs of 16 outputs, that have no 4-bit quants of their own. Starts from step
+// (max - min) / 15 and minimum min, rounded to f16, and takes the line that int4_lines finds where its error is smaller.
+class Int4Search {
+ public:
+  explicit Int4Search(const KernelTable& kernels) : kernels_(kernels) {}
+
+  Fault add(const Row& row, int64_t first, int lane) {
+    float values[kGroup];
+    decode(row.type, row.data, first, kGroup, values);
+    const Range range = range_of(values);
+    if (!range.is_finite) return Fault::not_finite;
+    d_[lane] = float_to_f16((range.high - range.low) / 15.0f);
+    m_[lane] = float_to_f16(range.low);
+    if (!f16_is_finite(d_[lane]) || !f16_is_finite(m_[lane])) return Fault::scale_too_large;
+    for (int i = 0; i < kGroup; ++i) values_[i * kStrip + lane] = values[i];
+    lanes_ |= 1u << lane;
+    return Fault::none;
+  }
+
+  // Writes what was added since the last call.
+  void store(uint8_t* block) {
+    if (lanes_ == 0) return;
+    float plain_error[kStrip], found_error[kStrip], d[kStrip], m[kStrip];
+    uint32_t plain[4 * kStrip], found[4 * kStrip];
+    quants(d_, m_, plain, plain_error);
+    kernels_.int4_lines(values_, d, m);
+    uint16_t half_d[kStrip], half_m[kStrip];
+    for (int lane = 0; lane < kStrip; ++lane) {
+      half_d[lane] = float_to_f16(d[lane]);
+      half_m[lane] = float_to_f16(m[lane]);
+    }
+    quants(half_d, half_m, found, found_error);
+    for (int lane = 0; lane < kStrip; ++lane) {
+      if ((lanes_ >> lane & 1) == 0) continue;
+      const bool is_better = f16_to_float(d_[lane]) > 0.0f && d[lane] > 0.0f && f16_is_finite(half_d[lane]) &&
+                             half_d[lane] != 0 && f16_is_finite(half_m[lane]) && found_error[lane] < plain_error[lane];
+      for (int j = 0; j < 4; ++j) {
+        store_u32(block + (j * kStrip + lane) * 4, (is_better ? found : plain)[j * kStrip + lane]);
+      }
+      store_u16(block + 16 * kStrip + 2 * lane, is_better ? half_d[lane] : d_[lane]);
+      store_u16(block + 18 * kStrip + 2 * lane, is_better ? half_m[lane] : m_[lane]);
+    }
+    lanes_ = 0;
+  }
+
+ private:
+  void quants(const uint16_t* half_d, const uint16_t* half_m, uint32_t* words, float* error) const {
+    float d[kStrip], m[kStrip];
+    for (int lane = 0; lane < kStrip; ++lane) {
+      d[lane] = f16_is_finite(half_d[lane]) ? f16_to_float(half_d[lane]) : 0.0f;
+      m[lane] = f16_is_finite(half_m[lane]) ? f16_to_float(half_m[lane]) : 0.0f;
+    }
+    kernels_.int4_quants(values_, d, m, words, error);
+  }
+
+  const KernelTable& kernels_;
+  float values_[kGroup * kStrip] = {};
+  uint16_t d_[kStrip] = {}, m_[kStrip] = {};
+  uint32_t lanes_ = 0;
+};
 
 // Padding: value 0 in every form. A zeroed block is that already, except int8, whose zero is stored as 128 (times d = 0).
 constexpr GroupPacker kGroupPackers[] = {pack_group_f32, pack_group_bf16, pack_group_int8, pack_group_int4};
@@ -192,14 +248,15 @@ int64_t strip_bytes(Form form, int64_t num_inputs) {
   refuse("form: not a packed form");
 }
 
-// Calls work(begin, end) on slices of [0, count) from a few threads.
+// Calls work(begin, end) on slices of [0, count) from num_threads threads (0: one a core).
 template <class Work>
-void in_parallel(int64_t count, int64_t slice, const Work& work) {
+void in_parallel(int64_t count, int64_t slice, int num_threads, const Work& work) {
   std::atomic<int64_t> next{0};
   const auto run = [&] {
     for (int64_t at = next.fetch_add(slice); at < count; at = next.fetch_add(slice)) work(at, std::min(count, at + slice));
   };
-  const int64_t most = std::min<int64_t>((count + slice - 1) / slice, std::max(1u, std::thread::hardware_concurrency()));
+  const int64_t wanted = num_threads > 0 ? num_threads : std::max(1u, std::thread::hardware_concurrency());
+  const int64_t most = std::min<int64_t>((count + slice - 1) / slice, wanted);
   std::vector<std::thread> helpers;
   for (int64_t i = 1; i < most; ++i) helpers.emplace_back(run);
   run();
@@ -253,7 +310,8 @@ Form form_from_name(const std::string& name) {
   refuse("form: " + name + " is not one of f32, bf16, int8, int4");
 }
 
-PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sources) {
+PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sources, int num_threads,
+                  const KernelTable* kernels) {
   check_num_inputs(form, num_inputs);
   const std::vector<Row> rows = gather_rows(num_inputs, sources);
   const int64_t num_outputs = static_cast<int64_t>(rows.size());
@@ -265,7 +323,8 @@ PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sour
   // The lowest fault wins, so that the message does not depend on the threads.
   std::atomic<int64_t> first_fault{std::numeric_limits<int64_t>::max()};
   const GroupPacker pack_group = kGroupPackers[static_cast<int>(form)];
-  in_parallel(num_strips, std::max<int64_t>(1, (1 << 18) / bytes), [&](int64_t begin, int64_t end) {
+  in_parallel(num_strips, std::max<int64_t>(1, (1 << 18) / bytes), num_threads, [&](int64_t begin, int64_t end) {
+    Int4Search search(kernels == nullptr ? *available_tables().front() : *kernels);
     for (int64_t strip = begin; strip < end; ++strip) {
       uint8_t* const to = data + strip * bytes;
       const int64_t lanes = std::min<int64_t>(kStrip, num_outputs - strip * kStrip);
@@ -277,12 +336,14 @@ PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sour
         const int count = static_cast<int>(std::min<int64_t>(kGroup, num_inputs - first));
         for (int lane = 0; lane < lanes; ++lane) {
           const Row& row = rows[static_cast<size_t>(strip * kStrip + lane)];
-          const Fault fault = pack_group(row, first, count, lane, to);
+          const bool is_searched = form == Form::int4 && !keeps_own_int4(row.type);
+          const Fault fault = is_searched ? search.add(row, first, lane) : pack_group(row, first, count, lane, to);
           if (fault == Fault::none) continue;
           const int64_t code = int64_t{row.source} * 4 + static_cast<int>(fault);
           int64_t seen = first_fault.load();
           while (code < seen && !first_fault.compare_exchange_weak(seen, code)) {}
         }
+        search.store(to + first / kGroup * int4_block_bytes);
       }
     }
   });
@@ -294,7 +355,7 @@ PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sour
 
 void unpack(const Weight& w, float* out) {
   const int64_t bytes = strip_bytes(w.form, w.num_inputs);
-  in_parallel(w.num_outputs, 16, [&](int64_t begin, int64_t end) {
+  in_parallel(w.num_outputs, 16, 0, [&](int64_t begin, int64_t end) {
     for (int64_t output = begin; output < end; ++output) {
       const uint8_t* strip = w.data + output / kStrip * bytes;
       const int64_t lane = output % kStrip;

@@ -28,7 +28,9 @@ const char* form_name(Form form);
 
 // Stacks the sources along the outputs. Throws std::invalid_argument naming the source for anything it cannot pack
 // faithfully: unknown types, wrong sizes, values that are not finite or do not fit the form's f16 scales.
-PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sources);
+// The values do not depend on num_threads (0: one a core), nor on whose search for 4-bit scales it is (null: the best path's).
+PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sources, int num_threads = 0,
+                  const KernelTable* kernels = nullptr);
 
 // The values the kernels compute with, [num_outputs][num_inputs].
 void unpack(const Weight& weight, float* out);

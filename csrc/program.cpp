@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <limits>
 #include <set>
 #include <stdexcept>
@@ -13,8 +14,9 @@ const std::map<std::string, Verb>& verbs() {
       {"embed", Verb::embed}, {"rms_norm", Verb::rms_norm}, {"layer_norm", Verb::layer_norm},
       {"rms_norm_slices", Verb::rms_norm_slices}, {"linear", Verb::linear}, {"rope_write_kv", Verb::rope_write_kv},
       {"paged_attention", Verb::paged_attention}, {"silu_mul", Verb::silu_mul}, {"gelu_tanh_mul", Verb::gelu_tanh_mul},
-      {"add", Verb::add}, {"scale", Verb::scale}, {"softcap", Verb::softcap}, {"select_wanted", Verb::select_wanted},
-      {"sample", Verb::sample},
+      {"add", Verb::add}, {"add_gated", Verb::add_gated}, {"scale", Verb::scale}, {"softcap", Verb::softcap},
+      {"route", Verb::route}, {"gather_routed", Verb::gather_routed}, {"expert_linear", Verb::expert_linear},
+      {"combine_routed", Verb::combine_routed}, {"select_wanted", Verb::select_wanted}, {"sample", Verb::sample},
   };
   return table;
 }
@@ -22,6 +24,17 @@ const std::map<std::string, Verb>& verbs() {
 constexpr int64_t kMaxWidth = int64_t{1} << 30;     // so that sizes in bytes stay far from overflow
 constexpr int64_t kMaxLayers = int64_t{1} << 12;    // and of heads
 constexpr int32_t kNoLayer = -1;                    // a group's window before any of its layers is seen
+
+constexpr int64_t kMaxExperts = int64_t{1} << 16;   // ids are kept as floats, exactly
+
+const char* name_of(Rows rows) {
+  switch (rows) {
+    case Rows::tokens: return "tokens";
+    case Rows::wanted: return "wanted";
+    case Rows::routed: return "routed";
+  }
+  return "";
+}
 
 std::string text(int64_t number) { return std::to_string(number); }
 
@@ -71,9 +84,8 @@ class NodeReader {
     const BufferSpec& found = spec_of(buffer);
     require(found.width == expected, "buffer " + text(found.id) + " is " + text(found.width) + " wide, needs " + text(expected));
   }
-  void rows(int buffer, bool is_wanted) const {
-    require(spec_of(buffer).is_wanted == is_wanted,
-            "buffer " + text(spec_of(buffer).id) + " must have the rows of " + (is_wanted ? "wanted" : "tokens"));
+  void rows(int buffer, Rows rows) const {
+    require(spec_of(buffer).rows == rows, "buffer " + text(spec_of(buffer).id) + " must have the rows of " + name_of(rows));
   }
 
   const WeightSpec& weight(size_t i, bool is_packed) const {
@@ -98,6 +110,12 @@ class NodeReader {
   }
   double attr(const std::string& name, double fallback) const {
     return node_.attrs.count(name) > 0 ? attr(name) : fallback;
+  }
+  int64_t whole(const std::string& name, int64_t most) const {
+    const double value = attr(name);
+    require(value >= 1 && value <= static_cast<double>(most) && value == static_cast<double>(static_cast<int64_t>(value)),
+            name + " must be a whole number from 1 to " + text(most));
+    return static_cast<int64_t>(value);
   }
   size_t num_weights() const { return node_.weights.size(); }
   const std::string& weight_name(size_t i) const { return node_.weights[i]; }
@@ -162,6 +180,11 @@ class Compiler {
       case Verb::silu_mul: return gated(node, Verb::silu_mul);
       case Verb::gelu_tanh_mul: return gated(node, Verb::gelu_tanh_mul);
       case Verb::add: return add(node);
+      case Verb::add_gated: return add_gated(node);
+      case Verb::route: return route(node);
+      case Verb::gather_routed: return gather_routed(node);
+      case Verb::expert_linear: return expert_linear(node);
+      case Verb::combine_routed: return combine_routed(node);
       case Verb::scale: return in_place(node, Verb::scale, "factor");
       case Verb::softcap: return in_place(node, Verb::softcap, "cap");
       case Verb::select_wanted: return select_wanted(node);
@@ -175,7 +198,7 @@ class Compiler {
     Step step{Verb::embed};
     step.out = node.output();
     step.weight = &node.weight(0, true).packed.weight;
-    node.rows(step.out, false);
+    node.rows(step.out, Rows::tokens);
     node.width(step.out, step.weight->num_inputs);
     node.require(step.weight->num_outputs == spec_.vocab_size, "weight " + node.weight_name(0) + " has " +
                  text(step.weight->num_outputs) + " outputs, the vocabulary has " + text(spec_.vocab_size));
@@ -236,9 +259,7 @@ class Compiler {
     same_rows(node, step);
     node.require(step.in != step.out, "reads and writes the same buffer");
     node.width(step.in, step.weight->num_inputs);
-    node.require(step.out_column >= 0 && step.out_column + step.weight->num_outputs <= node.spec_of(step.out).width,
-                 "columns " + text(step.out_column) + " to " + text(step.out_column + step.weight->num_outputs) +
-                     " do not fit buffer " + text(node.spec_of(step.out).id));
+    check_columns(node, step, step.weight->num_outputs);
     if (step.weight->form != Form::f32) step.prepared = prepare(step.in, step.weight->form);
     wrote(step.out);
     add_op(Op::linear, step, "linear " + text(step.weight->num_outputs) + "x" + text(step.weight->num_inputs) + " " +
@@ -252,8 +273,8 @@ class Compiler {
     step.out = node.output();
     step.layer = layer_of(node);
     step.kv_group = group_of(node);
-    node.rows(step.in, false);
-    node.rows(step.out, false);
+    node.rows(step.in, Rows::tokens);
+    node.rows(step.out, Rows::tokens);
     node.width(step.in, (spec_.num_heads + 2 * spec_.num_kv_heads) * spec_.head_dim);
     node.width(step.out, spec_.num_heads * spec_.head_dim);
     if (node.num_weights() > 0) {    // without a table nothing is rotated
@@ -280,7 +301,7 @@ class Compiler {
     node.require(step.softcap >= 0.0f, "softcap must not be negative");
     node.require(step.in != step.out, "reads and writes the same buffer");
     for (const int buffer : {step.in, step.out}) {
-      node.rows(buffer, false);
+      node.rows(buffer, Rows::tokens);
       node.width(buffer, spec_.num_heads * spec_.head_dim);
     }
     wrote(step.out);
@@ -307,9 +328,105 @@ class Compiler {
     step.in2 = node.input(1);
     step.out = node.output();
     node.require(step.in == step.out, "its output must be its first input");
-    node.rows(step.in2, node.spec_of(step.in).is_wanted);
+    node.rows(step.in2, node.spec_of(step.in).rows);
     node.width(step.in2, node.spec_of(step.in).width);
     add_row_step(step);
+  }
+
+  void add_gated(const NodeReader& node) {
+    node.shape(3, true, 0, 0, {});
+    Step step{Verb::add_gated};
+    step.in = node.input(0);
+    step.in2 = node.input(1);
+    step.in3 = node.input(2);
+    step.out = node.output();
+    node.require(step.in == step.out, "its output must be its first input");
+    for (const int buffer : {step.in2, step.in3}) node.rows(buffer, node.spec_of(step.in).rows);
+    node.width(step.in2, node.spec_of(step.in).width);
+    node.width(step.in3, 1);
+    add_row_step(step);
+  }
+
+  void route(const NodeReader& node) {
+    node.shape(1, true, 0, 0, {"top_k", "renormalise"});
+    Step step{Verb::route};
+    step.in = node.input(0);
+    step.out = node.output();
+    step.width = node.spec_of(step.in).width;
+    node.require(step.width <= kMaxExperts, "at most " + text(kMaxExperts) + " experts, got " + text(step.width));
+    step.count = node.whole("top_k", step.width);
+    step.renormalises = node.attr("renormalise") != 0.0;
+    node.require(step.in != step.out, "reads and writes the same buffer");
+    for (const int buffer : {step.in, step.out}) node.rows(buffer, Rows::tokens);
+    node.width(step.out, 2 * step.count);
+    node.require(out_.experts_per_token == 0 || out_.experts_per_token == step.count,
+                 "top_k must be the same for every route of a program");
+    out_.experts_per_token = step.count;
+    out_.most_experts = std::max(out_.most_experts, step.width);
+    add_row_step(step);
+    add_op(Op::sort, step, "route sort");
+    routes_ = step.out;
+    sort_ = out_.ops.size() - 1;
+  }
+
+  void gather_routed(const NodeReader& node) {
+    node.shape(2, true, 0, 0, {});
+    Step step{Verb::gather_routed};
+    read_routes(node, step);
+    step.out = node.output();
+    node.rows(step.in, Rows::tokens);
+    node.rows(step.out, Rows::routed);
+    node.width(step.out, node.spec_of(step.in).width);
+    add_row_step(step);
+  }
+
+  void combine_routed(const NodeReader& node) {
+    node.shape(2, true, 0, 0, {});
+    Step step{Verb::combine_routed};
+    read_routes(node, step);
+    step.out = node.output();
+    node.rows(step.in, Rows::routed);
+    node.rows(step.out, Rows::tokens);
+    node.width(step.out, node.spec_of(step.in).width);
+    step.count = out_.experts_per_token;
+    add_row_step(step);
+  }
+
+  void expert_linear(const NodeReader& node) {
+    node.shape(2, true, 1, static_cast<size_t>(kMaxExperts), {"out_column"});
+    Step step{Verb::expert_linear};
+    read_routes(node, step);
+    step.out = node.output();
+    const int64_t num_experts = out_.ops[sort_].steps[0].width;
+    node.require(static_cast<int64_t>(node.num_weights()) == num_experts,
+                 "needs a weight for each of the " + text(num_experts) + " experts, got " +
+                     text(static_cast<int64_t>(node.num_weights())));
+    for (size_t i = 0; i < node.num_weights(); ++i) step.experts.push_back(&node.weight(i, true).packed.weight);
+    const Weight& first = *step.experts[0];
+    for (size_t i = 0; i < node.num_weights(); ++i) {
+      const Weight& weight = *step.experts[i];
+      node.require(weight.form == first.form && weight.num_outputs == first.num_outputs && weight.num_inputs == first.num_inputs,
+                   "weight " + node.weight_name(i) + " differs in form or shape from " + node.weight_name(0));
+    }
+    step.out_column = static_cast<int64_t>(node.attr("out_column", 0.0));
+    for (const int buffer : {step.in, step.out}) node.rows(buffer, Rows::routed);
+    node.require(step.in != step.out, "reads and writes the same buffer");
+    node.width(step.in, first.num_inputs);
+    check_columns(node, step, first.num_outputs);
+    if (first.form != Form::f32) step.prepared = prepare(step.in, first.form);
+    wrote(step.out);
+    add_op(Op::expert_linear, step, "expert_linear " + text(first.num_outputs) + "x" + text(first.num_inputs) + " " +
+                                        form_name(first.form) + " of " + text(num_experts));
+    std::vector<int>& linears = out_.ops[sort_].linears;
+    out_.ops.back().index = static_cast<int>(linears.size());
+    linears.push_back(static_cast<int>(out_.ops.size()) - 1);
+  }
+
+  // Inputs x and routes; the routes must be those that the rows are sorted by now.
+  void read_routes(const NodeReader& node, Step& step) const {
+    step.in = node.input(0);
+    step.in2 = node.input(1);
+    node.require(step.in2 == routes_, "buffer " + text(node.spec_of(step.in2).id) + " does not hold the last routes");
   }
 
   void select_wanted(const NodeReader& node) {
@@ -317,8 +434,8 @@ class Compiler {
     Step step{Verb::select_wanted};
     step.in = node.input(0);
     step.out = node.output();
-    node.rows(step.in, false);
-    node.rows(step.out, true);
+    node.rows(step.in, Rows::tokens);
+    node.rows(step.out, Rows::wanted);
     node.width(step.out, node.spec_of(step.in).width);
     add_row_step(step);
   }
@@ -327,15 +444,19 @@ class Compiler {
     node.shape(1, false, 0, 0, {});
     Step step{Verb::sample};
     step.in = node.input(0);
-    node.rows(step.in, true);
+    node.rows(step.in, Rows::wanted);
     node.width(step.in, spec_.vocab_size);
     node.require(!has_sample_, "a program samples once");
     has_sample_ = true;
     add_op(Op::sample, step, "sample");
   }
 
-  static void same_rows(const NodeReader& node, const Step& step) {
-    node.rows(step.out, node.spec_of(step.in).is_wanted);
+  static void same_rows(const NodeReader& node, const Step& step) { node.rows(step.out, node.spec_of(step.in).rows); }
+
+  static void check_columns(const NodeReader& node, const Step& step, int64_t num_outputs) {
+    node.require(step.out_column >= 0 && step.out_column + num_outputs <= node.spec_of(step.out).width,
+                 "columns " + text(step.out_column) + " to " + text(step.out_column + num_outputs) + " do not fit buffer " +
+                     text(node.spec_of(step.out).id));
   }
 
   int32_t layer_of(const NodeReader& node) const {
@@ -383,16 +504,17 @@ class Compiler {
       Step step{Verb::prepare};
       step.in = buffer;
       step.prepared = prepared;
-      append_row_step(step, is_wanted(buffer), "prepare");
+      append_row_step(step, rows_of(buffer), "prepare");
     }
     return prepared;
   }
 
   void wrote(int buffer) {
+    if (buffer == routes_) routes_ = -1;
     for (auto key = valid_.begin(); key != valid_.end();) key = key->first == buffer ? valid_.erase(key) : ++key;
   }
 
-  bool is_wanted(int buffer) const { return spec_.buffers[static_cast<size_t>(buffer)].is_wanted; }
+  Rows rows_of(int buffer) const { return spec_.buffers[static_cast<size_t>(buffer)].rows; }
 
   void add_row_step(const Step& step) {
     wrote(step.out);
@@ -400,20 +522,20 @@ class Compiler {
     for (const auto& entry : verbs()) {
       if (entry.second == step.verb) name = entry.first;
     }
-    append_row_step(step, is_wanted(step.out), name);
+    append_row_step(step, rows_of(step.out), name);
   }
 
-  void append_row_step(const Step& step, bool is_wanted, const std::string& name) {
-    const bool chains = !out_.ops.empty() && out_.ops.back().kind == Op::rows && out_.ops.back().is_wanted == is_wanted;
-    if (!chains) out_.ops.push_back({Op::rows, is_wanted, {}, ""});
+  void append_row_step(const Step& step, Rows of, const std::string& name) {
+    const bool chains = !out_.ops.empty() && out_.ops.back().kind == Op::rows && out_.ops.back().of == of;
+    if (!chains) out_.ops.push_back({Op::rows, of, {}, ""});
     Op& op = out_.ops.back();
     op.label += (op.label.empty() ? "" : " + ") + name;
     op.steps.push_back(step);
   }
 
   void add_op(Op::Kind kind, const Step& step, const std::string& label) {
-    const bool wanted = kind == Op::sample || (kind == Op::linear && is_wanted(step.out));
-    out_.ops.push_back({kind, wanted, {step}, label});
+    const Rows of = kind == Op::sample ? Rows::wanted : kind == Op::linear ? rows_of(step.out) : Rows::tokens;
+    out_.ops.push_back({kind, of, {step}, label});
   }
 
   const ProgramSpec& spec_;
@@ -422,6 +544,8 @@ class Compiler {
   std::map<std::pair<int, Form>, int> prepared_;
   std::set<std::pair<int, Form>> valid_;
   bool has_sample_ = false;
+  int routes_ = -1;      // the buffer of the last routes, while it holds them
+  size_t sort_ = 0;      // and the operation that sorts by them
   Compiled out_;
 };
 

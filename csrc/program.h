@@ -11,9 +11,12 @@
 
 namespace paceline {
 
+// What a buffer has a row for: each token, each wanted one, or each token and each of the experts chosen for it.
+enum class Rows { tokens, wanted, routed };
+
 struct BufferSpec {
   int64_t id;
-  bool is_wanted;    // rows are the wanted tokens, else all tokens
+  Rows rows;
   int64_t width;
 };
 
@@ -46,22 +49,25 @@ struct KVSpec {
 };
 
 enum class Verb {
-  embed, rms_norm, layer_norm, rms_norm_slices, linear, rope_write_kv, paged_attention, silu_mul, gelu_tanh_mul, add, scale,
-  softcap, select_wanted, sample, prepare
+  embed, rms_norm, layer_norm, rms_norm_slices, linear, rope_write_kv, paged_attention, silu_mul, gelu_tanh_mul, add,
+  add_gated, scale, softcap, route, gather_routed, expert_linear, combine_routed, select_wanted, sample, prepare
 };
 
 // One verb with its buffers (indices into ProgramSpec::buffers) and its weights resolved.
 struct Step {
   Verb verb;
-  int in = -1, in2 = -1, out = -1;
+  int in = -1, in2 = -1, in3 = -1, out = -1;
   const Weight* weight = nullptr;
+  std::vector<const Weight*> experts{};  // expert_linear: by id, equal in form and shape
   const float* array = nullptr;    // norm weight or rope table
   const float* bias = nullptr;
   float eps = 0.0f, scale = 0.0f, softcap = 0.0f;
   int32_t layer = 0, kv_group = 0; // rope_write_kv, paged_attention: which layer of which group of the cache
   int plan = 0;                    // paged_attention: index into Compiled::windows
   int64_t out_column = 0;          // linear, rms_norm_slices: where its columns start
-  int64_t width = 0, count = 0;    // rms_norm_slices: of a slice, and how many; rope_write_kv: width is rotary_dim
+  int64_t width = 0, count = 0;    // rms_norm_slices: of a slice, and how many; rope_write_kv: width is rotary_dim;
+                                   // route: width is the number of experts, count how many a token has
+  bool renormalises = false;       // route
   int prepared = -1;               // linear: the prepared form it reads, -1 for f32; prepare: the one it writes
 };
 
@@ -72,11 +78,15 @@ struct PreparedSpec {
 };
 
 // What threads share tile by tile. Verbs that treat each row by itself are chained: a tile takes its rows through all.
+// `sort` puts a step's routed rows in the order of their experts, in one tile, and sets how many tiles the expert_linear
+// operations that read them have: until then nobody can know.
 struct Op {
-  enum Kind { rows, linear, attend, merge, sample } kind;
-  bool is_wanted;
+  enum Kind { rows, linear, attend, merge, sort, expert_linear, sample } kind;
+  Rows of;                    // what its rows are
   std::vector<Step> steps;
   std::string label;
+  std::vector<int> linears{};    // sort: its expert_linear operations
+  int index = 0;                 // expert_linear: its place among them
 };
 
 struct Compiled {
@@ -85,6 +95,8 @@ struct Compiled {
   int64_t num_positions;           // rows of the shortest rope table
   std::vector<int32_t> windows;          // the different ones of the program's attention; 0: none
   std::vector<int32_t> group_windows;    // of each KV group, how far its layers look back at most; 0: to the start
+  int64_t experts_per_token = 0;   // routed rows a token has
+  int64_t most_experts = 0;        // of any route
 };
 
 // Throws std::invalid_argument naming the node at fault. The result points into the spec's weights.

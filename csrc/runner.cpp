@@ -15,15 +15,12 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kFewRows = 48;              // up to here a linear's rows stay together and its strips are shared out
-constexpr int64_t kRowTile = 64;              // beyond: rows a tile takes
 constexpr int64_t kWeightTileBytes = 96 << 10;
 constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
-constexpr int64_t kTilesPerThread = 6;        // more would end evener, but one row pays about 1 us for each tile it starts
 constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close
 
 std::string text(int64_t number) { return std::to_string(number); }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The first key that the query at `position` sees.
 int64_t first_key(int64_t position, int64_t window) { return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0; }
@@ -54,7 +51,37 @@ int64_t strip_bytes(const Weight& weight) {
   return 1;
 }
 
+void check_ids(const char* name, const int32_t* ids, int64_t count, int64_t least, int64_t vocab_size) {
+  for (int64_t i = 0; i < count; ++i) {
+    require(ids[i] >= least && ids[i] < vocab_size,
+            std::string(name) + ": token id " + text(ids[i]) + " is outside the vocabulary of " + text(vocab_size));
+  }
+}
+
+void check_list(const char* name, const Ragged& list, int64_t count, int64_t vocab_size) {
+  require(list.starts[0] == 0, std::string(name) + ": starts must begin at 0");
+  for (int64_t i = 0; i < count; ++i) {
+    require(list.starts[i] <= list.starts[i + 1], std::string(name) + ": starts must not decrease");
+  }
+  check_ids(name, list.values, list.starts[count], 0, vocab_size);
+}
+
 }  // namespace
+
+void check_extras(const SamplingExtras& extras, int64_t num_wanted, int64_t vocab_size) {
+  for (int64_t i = 0; i < extras.count; ++i) {
+    require(extras.rows[i] > (i == 0 ? -1 : extras.rows[i - 1]) && extras.rows[i] < num_wanted,
+            "rows: must be ascending wanted positions below " + text(num_wanted) + ", got " + text(extras.rows[i]));
+    require(extras.num_top[i] >= 0 && extras.num_top[i] <= extras.top_width, "num_top: must not be negative");
+    require(extras.num_prompt[i] >= 0 && extras.num_prompt[i] <= extras.history.end(i) - extras.history.begin(i),
+            "num_prompt: must be at most the length of the history");
+  }
+  check_ids("target", extras.target, extras.count, -1, vocab_size);
+  check_list("history", extras.history, extras.count, vocab_size);
+  check_list("allowed", extras.allowed, extras.count, vocab_size);
+  check_list("banned", extras.banned, extras.count, vocab_size);
+  check_list("biased", extras.biased, extras.count, vocab_size);
+}
 
 void Memory::Free::operator()(void* p) const { std::free(p); }
 
@@ -108,6 +135,7 @@ Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, co
   for (Memory& scratch : sample_scratch_) scratch.reserve(kernels_.sample_scratch_bytes(spec_.vocab_size));
   for (const Op& op : compiled_.ops) {
     if (op.kind == Op::sample) logits_buffer_ = op.steps[0].in;
+    if (op.linears.size() > expert_tiles_.size()) expert_tiles_.resize(op.linears.size());
   }
   batches_.resize(compiled_.group_windows.size());
   attention_.resize(compiled_.windows.size());
@@ -147,7 +175,7 @@ void Runner::step(const StepInput& in, int32_t* token_ids, float* logprobs, floa
   take_batch(in);
   token_ids_ = token_ids;
   logprobs_ = logprobs;
-  plan(in.num_tokens, in.num_wanted);
+  plan();
   copy_blocks(in);    // the first change: nothing from here on can fail
   pool_->run();
   if (logits != nullptr && in.num_wanted > 0) {
@@ -186,6 +214,7 @@ void Runner::check(const StepInput& in) const {
     require(in.wanted[i] > (i == 0 ? -1 : in.wanted[i - 1]) && in.wanted[i] < in.num_tokens,
             "wanted must be ascending token indices below " + text(in.num_tokens) + ", got " + text(in.wanted[i]));
   }
+  if (in.sampling.extras != nullptr) check_extras(*in.sampling.extras, in.num_wanted, spec_.vocab_size);
   for (int64_t i = 0; i < 2 * in.num_copies; ++i) {
     require(in.copies[i] >= 0 && in.copies[i] < kv_.num_blocks,
             "block id " + text(in.copies[i]) + " of a copy is out of range");
@@ -243,6 +272,7 @@ void Runner::take_batch(const StepInput& in) {
     batches_[group].block_tables += static_cast<int64_t>(group) * in.num_rows * in.max_blocks;
   }
   sampling_ = in.sampling;
+  reserve_routes();
 }
 
 // Buffers grow to the largest step seen and stay so: the engine's token budget is their limit.
@@ -252,7 +282,9 @@ void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
   const int64_t wanted = std::max(capacity_wanted_, ceil_div(num_wanted, 16) * 16);
   capacity_tokens_ = capacity_wanted_ = 0;    // if memory runs out below, the next step starts over
   const auto capacity = [&](int index) {
-    return static_cast<size_t>(spec_.buffers[static_cast<size_t>(index)].is_wanted ? wanted : tokens);
+    const Rows rows = spec_.buffers[static_cast<size_t>(index)].rows;
+    if (rows == Rows::wanted) return static_cast<size_t>(wanted);
+    return static_cast<size_t>(rows == Rows::tokens ? tokens : tokens * compiled_.experts_per_token);
   };
   for (size_t i = 0; i < buffers_.size(); ++i) {
     buffers_[i].reserve(capacity(static_cast<int>(i)) * static_cast<size_t>(spec_.buffers[i].width) * sizeof(float));
@@ -287,12 +319,12 @@ void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
 // --------------------------------------------------------------------------------------------------------------- tiles
 // No choice here can change a bit of any result.
 
-void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
+void Runner::plan() {
   const int64_t threads = pool_->num_threads();
   for (AttentionPlan& each : attention_) plan_attention(each);
   for (size_t i = 0; i < compiled_.ops.size(); ++i) {
     const Op& op = compiled_.ops[i];
-    const int64_t num_rows = op.is_wanted ? num_wanted : num_tokens;
+    const int64_t num_rows = this->num_rows(op.of);
     Tiling& tiling = tilings_[i];
     int64_t total = 0;
     switch (op.kind) {
@@ -302,11 +334,13 @@ void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
         break;
       case Op::linear:
         if (num_rows == 0) break;
-        tiling = tile_linear(op.steps[0], num_rows);
+        tiling = tile_linear(*op.steps[0].weight, num_rows, threads * kTilesPerThread);
         total = tiling.num_row_tiles * ceil_div(op.steps[0].weight->num_strips, tiling.strips_per_tile);
         break;
       case Op::attend: total = static_cast<int64_t>(attention_of(op).job_groups.size()) - 1; break;
       case Op::merge: total = static_cast<int64_t>(attention_of(op).merges.size()); break;
+      case Op::sort: total = num_rows > 0 ? 1 : 0; break;
+      case Op::expert_linear: break;    // the sort before it says
       case Op::sample: total = num_rows; break;
     }
     require(total <= Pool::kMaxTiles, "too many tokens in a step");
@@ -314,13 +348,14 @@ void Runner::plan(int64_t num_tokens, int64_t num_wanted) {
   }
 }
 
-Runner::Tiling Runner::tile_linear(const Step& step, int64_t num_rows) const {
-  const int64_t strips = step.weight->num_strips;
-  const int64_t bytes = strip_bytes(*step.weight);
+// Into num_tiles tiles where the rows are few.
+Runner::Tiling Runner::tile_linear(const Weight& weight, int64_t num_rows, int64_t num_tiles) const {
+  const int64_t strips = weight.num_strips;
+  const int64_t bytes = strip_bytes(weight);
   Tiling tiling;
   if (num_rows <= kFewRows) {
     tiling.rows_per_tile = num_rows;
-    tiling.strips_per_tile = std::max(ceil_div(strips, pool_->num_threads() * kTilesPerThread), ceil_div(kMinTileBytes, bytes));
+    tiling.strips_per_tile = std::max(ceil_div(strips, num_tiles), ceil_div(kMinTileBytes, bytes));
   } else {
     tiling.rows_per_tile = kRowTile;
     tiling.strips_per_tile = std::max<int64_t>(kWeightTileBytes / bytes, 1);
@@ -433,13 +468,12 @@ void Runner::run(int index, int tile, int thread) {
   const Step& step = op.steps[0];
   switch (op.kind) {
     case Op::rows: {
-      const int64_t num_rows = op.is_wanted ? batch_.num_wanted : batch_.num_tokens;
       const int64_t first = tile * tiling.rows_per_tile;
-      const int64_t last = std::min(first + tiling.rows_per_tile, num_rows);
+      const int64_t last = std::min(first + tiling.rows_per_tile, num_rows(op.of));
       for (const Step& each : op.steps) run_rows(each, first, last);
       break;
     }
-    case Op::linear: run_linear(op, tiling, tile); break;
+    case Op::linear: run_linear(step, *step.weight, tiling, tile, 0, num_rows(op.of)); break;
     case Op::attend: {
       const AttentionPlan& plan = attention_of(op);
       for (int32_t i = plan.job_groups[static_cast<size_t>(tile)]; i < plan.job_groups[static_cast<size_t>(tile) + 1]; ++i) {
@@ -456,6 +490,8 @@ void Runner::run(int index, int tile, int thread) {
                               static_cast<int32_t>(spec_.num_heads), buffer(step.out) + job.token * width(step.out));
       break;
     }
+    case Op::sort: sort_routes(op); break;
+    case Op::expert_linear: run_expert_linear(op, tile); break;
     case Op::sample: run_sample(step, tile, thread); break;
   }
 }
@@ -474,6 +510,12 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
     case Verb::silu_mul: return kernels_.silu_mul(in, out, width(step.out), first, last);
     case Verb::gelu_tanh_mul: return kernels_.gelu_tanh_mul(in, out, width(step.out), first, last);
     case Verb::add: return kernels_.add(out, buffer(step.in2), step.scale, width(step.out), first, last);
+    case Verb::add_gated:
+      return kernels_.add_gated(out, buffer(step.in2), buffer(step.in3), width(step.out), first, last);
+    case Verb::route: return kernels_.route(in, step.width, step.count, step.renormalises, out, first, last);
+    case Verb::gather_routed: return gather_routed(step, first, last);
+    case Verb::combine_routed:
+      return kernels_.combine(in, buffer(step.in2), row_of_choice_.data(), step.count, width(step.out), out, first, last);
     case Verb::scale: return kernels_.scale(out, step.scale, width(step.out), first, last);
     case Verb::softcap: return kernels_.softcap(out, step.scale, width(step.out), first, last);
     case Verb::rope_write_kv:
@@ -494,18 +536,17 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
   }
 }
 
-void Runner::run_linear(const Op& op, const Tiling& tiling, int tile) {
-  const Step& step = op.steps[0];
-  const int64_t num_rows = op.is_wanted ? batch_.num_wanted : batch_.num_tokens;
+// One tile of rows [first, last) times the weight.
+void Runner::run_linear(const Step& step, const Weight& weight, const Tiling& tiling, int tile, int64_t first, int64_t last) {
   // Tiles of the same strips follow each other, so that a thread finds them in its cache again.
-  const int64_t first_row = tile % tiling.num_row_tiles * tiling.rows_per_tile;
+  const int64_t first_row = first + tile % tiling.num_row_tiles * tiling.rows_per_tile;
   const int64_t first_strip = tile / tiling.num_row_tiles * tiling.strips_per_tile;
   Activations activations{};
   activations.x = buffer(step.in);
   if (step.prepared >= 0) activations = prepared_[static_cast<size_t>(step.prepared)];
-  kernels_.linear(*step.weight, activations, step.bias, buffer(step.out) + step.out_column, width(step.out), first_row,
-                  std::min(first_row + tiling.rows_per_tile, num_rows), first_strip,
-                  std::min(first_strip + tiling.strips_per_tile, step.weight->num_strips));
+  kernels_.linear(weight, activations, step.bias, buffer(step.out) + step.out_column, width(step.out), first_row,
+                  std::min(first_row + tiling.rows_per_tile, last), first_strip,
+                  std::min(first_strip + tiling.strips_per_tile, weight.num_strips));
 }
 
 void Runner::run_sample(const Step& step, int64_t row, int thread) {

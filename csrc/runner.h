@@ -14,6 +14,11 @@
 
 namespace paceline {
 
+constexpr int64_t kRowTile = 64;           // rows that a tile of a linear takes where there are many
+constexpr int64_t kTilesPerThread = 6;     // more would end evener, but one row pays about 1 us for each tile it starts
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // One step's arrays, as ForwardBatch (paceline/ops/interface.py) has them.
 struct StepInput {
   int64_t num_tokens, num_rows, num_wanted, num_copies, num_groups, max_blocks;
@@ -25,6 +30,10 @@ struct StepInput {
   const int32_t* copies;        // [num_copies][2]
   Sampling sampling;
 };
+
+// Throws std::invalid_argument unless every entry's row is below num_wanted, ascending, and every token id inside the
+// vocabulary: sample trusts them.
+void check_extras(const SamplingExtras& extras, int64_t num_wanted, int64_t vocab_size);
 
 // 64-byte aligned memory that only grows; its content is lost when it does. Empty after it failed to.
 class Memory {
@@ -113,8 +122,8 @@ class Runner final : public Work {
   void take_batch(const StepInput& in);
   void grow(int64_t num_tokens, int64_t num_wanted);
 
-  void plan(int64_t num_tokens, int64_t num_wanted);
-  Tiling tile_linear(const Step& step, int64_t num_rows) const;
+  void plan();
+  Tiling tile_linear(const Weight& weight, int64_t num_rows, int64_t num_tiles) const;
   void plan_attention(AttentionPlan& plan);
   void find_row_tiles(AttentionPlan& plan) const;
   void add_jobs(AttentionPlan& plan, const RowTile& tile, int64_t heads_per_job, int64_t num_pieces) const;
@@ -123,9 +132,20 @@ class Runner final : public Work {
   const AttentionPlan& attention_of(const Op& op) const;
 
   void run_rows(const Step& step, int64_t first, int64_t last);
-  void run_linear(const Op& op, const Tiling& tiling, int tile);
+  void run_linear(const Step& step, const Weight& weight, const Tiling& tiling, int tile, int64_t first, int64_t last);
   void run_sample(const Step& step, int64_t row, int thread);
 
+  // runner_experts.cpp
+  void reserve_routes();
+  void sort_routes(const Op& op);
+  void tile_expert_linear(int op);
+  void gather_routed(const Step& step, int64_t first, int64_t last);
+  void run_expert_linear(const Op& op, int tile);
+
+  int64_t num_rows(Rows rows) const {
+    if (rows == Rows::wanted) return batch_.num_wanted;
+    return rows == Rows::tokens ? batch_.num_tokens : batch_.num_tokens * compiled_.experts_per_token;
+  }
   int64_t group() const { return spec_.num_heads / spec_.num_kv_heads; }
   float* buffer(int index) const { return buffers_[static_cast<size_t>(index)].as<float>(); }
   int64_t width(int index) const { return spec_.buffers[static_cast<size_t>(index)].width; }
@@ -153,6 +173,17 @@ class Runner final : public Work {
   std::vector<Tiling> tilings_;
   std::unique_ptr<std::atomic<int>[]> totals_;
   std::vector<AttentionPlan> attention_;    // one for each of Compiled::windows
+
+  // How the tiles of an expert_linear are shared among its experts: those of expert e begin at first_tile[e].
+  struct ExpertTiles {
+    std::vector<Tiling> tilings;
+    std::vector<int> first_tile;
+  };
+
+  // Of the layer in progress: where each choice (token * experts_per_token + rank) has its routed row, whose row each is,
+  // the first row of each expert, and the tiles of each expert_linear.
+  std::vector<int32_t> row_of_choice_, token_of_row_, expert_start_;
+  std::vector<ExpertTiles> expert_tiles_;
 
   struct Timer { int64_t calls = 0; double seconds = 0.0; };
   bool is_profiling_ = false;

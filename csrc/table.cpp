@@ -18,8 +18,11 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::silu_mul,
     PACELINE_ISA::gelu_tanh_mul,
     PACELINE_ISA::add_rows,
+    PACELINE_ISA::add_gated,
     PACELINE_ISA::scale_rows,
     PACELINE_ISA::softcap_rows,
+    PACELINE_ISA::route,
+    PACELINE_ISA::combine,
     PACELINE_ISA::exp_values,
     PACELINE_ISA::prepare,
     PACELINE_ISA::linear,
@@ -28,6 +31,8 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::merge_segments,
     PACELINE_ISA::sample,
     PACELINE_ISA::sample_scratch_bytes,
+    PACELINE_ISA::int4_lines,
+    PACELINE_ISA::int4_quants,
 };
 
 }  // namespace paceline

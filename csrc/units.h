@@ -24,8 +24,13 @@ void rms_norm_slices(float* x, const float* weight, float eps, int64_t stride, i
 void silu_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
 void gelu_tanh_mul(const float* gate_up, float* out, int64_t inner, int64_t first, int64_t last);
 void add_rows(float* x, const float* y, float scale, int64_t width, int64_t first, int64_t last);
+void add_gated(float* x, const float* y, const float* gate, int64_t width, int64_t first, int64_t last);
 void scale_rows(float* x, float factor, int64_t width, int64_t first, int64_t last);
 void softcap_rows(float* x, float cap, int64_t width, int64_t first, int64_t last);
+void route(const float* logits, int64_t num_experts, int64_t top_k, bool renormalise, float* routes, int64_t first,
+           int64_t last);
+void combine(const float* x, const float* routes, const int32_t* rows, int64_t top_k, int64_t width, float* out, int64_t first,
+             int64_t last);
 void exp_values(const float* x, float* out, int64_t count);
 void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
 
@@ -42,6 +47,9 @@ void merge_segments(const float* partials, int32_t partial_segments, int32_t num
 int32_t sample(const float* logits, int64_t vocab_size, const Sampling& sampling, int64_t index, float* logprob,
                void* scratch);
 size_t sample_scratch_bytes(int64_t vocab_size);
+
+void int4_lines(const float* values, float* d, float* m);
+void int4_quants(const float* values, const float* d, const float* m, uint32_t* words, float* error);
 
 }  // namespace PACELINE_ISA
 }  // namespace paceline

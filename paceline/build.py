@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from . import __version__, logs
@@ -22,14 +23,24 @@ from .engine.events import EngineEvents, Listener
 from .engine.messages import Ready, RequestOutput
 from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .kv.groups import KVBudget, KVGroup
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
-from .model.decoder import estimated_weights_bytes, record_decoder, weights_bytes
+from .model.chat_template import ChatTemplate, template_from_file
+from .model.decoder import (
+    estimated_weights_bytes,
+    num_active_weights,
+    num_matrix_weights,
+    record_decoder,
+    weights_bytes,
+)
 from .model.layer_groups import LayerGroup, layer_groups
+from .model.load_progress import LoadProgress
 from .model.loader import ModelFiles, open_model
+from .model.packing_errors import packing_error
 from .model.rope import rope_choice
+from .model.spec import ModelSpec
 from .ops.backends import make_backend
 from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
@@ -37,7 +48,7 @@ from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, check_weights_memory, kv_bytes, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -97,6 +108,21 @@ class LoadedModel:
         return sizes
 
     @property
+    def conversions(self) -> list[dict[str, Any]]:
+        """What each type of the file became: matrices, weights, packed bytes, and what that step loses (a relative root
+        mean square error; 0: nothing, None: not measured)."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for packed in {id(w): w for w in self.program.weights.values() if isinstance(w, PackedLinear)}.values():
+            for source_type, num_outputs in packed.sources:
+                row = found.setdefault((source_type, packed.form), {
+                    "from": source_type, "to": packed.form, "matrices": 0, "weights": 0, "packed_bytes": 0,
+                    "relative_error": packing_error(source_type, packed.form)})
+                row["matrices"] += 1
+                row["weights"] += num_outputs * packed.num_inputs
+                row["packed_bytes"] += packed.num_bytes * num_outputs // packed.num_outputs
+        return [found[key] for key in sorted(found)]
+
+    @property
     def fingerprint(self) -> str:
         """Names everything a token depends on beside the request: build, path, weight forms, KV dtype, the files."""
         forms = "+".join(sorted(self.weight_forms))
@@ -125,14 +151,15 @@ def opened(name: str, revision: str | None = None) -> ModelFiles:
 
 
 def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
-    """Packs the weights. progress is told (bytes done, bytes in all)."""
+    """Packs the weights. progress is told (weights packed, weights in all) after each matrix."""
     files = opened(config.model, config.revision)
     limit = files.spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
     backend = make_backend(config.isa, config.num_threads, notice)
-    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
     max_model_len = config.max_model_len or limit
+    check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
+    check_tables_memory(max_model_len, files.spec.rotated_dims)
     program = record_decoder(files.spec, files.weights, backend, config.dtype, max_model_len, progress)
     return LoadedModel(files, backend, program, config, max_model_len)
 
@@ -211,10 +238,21 @@ def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: Schedul
                  fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
 
 
-def served_model(name: str, ready: Ready, revision: str | None = None) -> ServedModel:
-    files = opened(name, revision)
+def chat_template(config: ModelConfig) -> ChatTemplate | None:
+    """The model's own, or what --chat-template names instead of it."""
+    files = opened(config.model, config.revision)
+    if config.chat_template is None:
+        return files.chat_template
+    try:
+        return template_from_file(Path(config.chat_template), files.tokenizer.special_tokens)
+    except ModelError as error:
+        raise ConfigError(f"--chat-template {error}") from error
+
+
+def served_model(config: ModelConfig, ready: Ready) -> ServedModel:
+    files = opened(config.model, config.revision)
     return ServedModel(
-        tokenizer=files.tokenizer, chat_template=files.chat_template, max_model_len=ready.max_model_len,
+        tokenizer=files.tokenizer, chat_template=chat_template(config), max_model_len=ready.max_model_len,
         eos_token_ids=files.eos_token_ids, fingerprint=ready.fingerprint, reads_priority=ready.reads_priority,
         vocab_size=min(files.spec.vocab_size, files.tokenizer.vocab_size))
 
@@ -222,7 +260,12 @@ def served_model(name: str, ready: Ready, revision: str | None = None) -> Served
 def load_engine(config: EngineConfig) -> Engine:
     """Files to a core ready to step: what an engine process runs first."""
     check_names(config)
-    return assemble(load_model(config.model), config.cache, config.scheduler)
+    progress = LoadProgress(sys.stderr, WallClock())
+    try:
+        loaded = load_model(config.model, progress)
+    finally:
+        progress.finish()
+    return assemble(loaded, config.cache, config.scheduler)
 
 
 def load_engine_logged(config: EngineConfig, log_format: str, log_level: str) -> Engine:
@@ -237,13 +280,14 @@ def draw_seed() -> int:
 
 
 def build_llm(config: EngineConfig) -> llm_module.LLM:
-    return llm_around(load_engine(config), config.model.model, config.model.revision)
+    chat_template(config.model)    # a mistake in it is told before the weights are packed
+    return llm_around(load_engine(config), config.model)
 
 
-def llm_around(engine: Engine, model_name: str, revision: str | None = None) -> llm_module.LLM:
+def llm_around(engine: Engine, config: ModelConfig) -> llm_module.LLM:
     for text in engine.ready.notices:
         notice(text)
-    served = served_model(model_name, engine.ready, revision)
+    served = served_model(config, engine.ready)
     return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
@@ -257,8 +301,8 @@ def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngin
     if server.transport == "process":
         load = partial(load_engine_logged, config, server.log_format, server.log_level)
     transport = choose(TRANSPORTS, server.transport, "transport")(load)
-    return AsyncEngine(transport, partial(served_model, config.model.model, revision=config.model.revision),
-                       QueueLimits.of(server), WallClock(), server.step_timeout_seconds or None)
+    return AsyncEngine(transport, partial(served_model, config.model), QueueLimits.of(server), WallClock(),
+                       server.step_timeout_seconds or None)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
@@ -266,7 +310,7 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve
 
     check_names(config)
-    opened(config.model.model, config.model.revision)
+    chat_template(config.model)
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)
@@ -285,9 +329,19 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), info)
 
 
+def parameter_counts(spec: ModelSpec) -> dict[str, int]:
+    """Weights of matrices; where there are experts, also those that one token meets."""
+    counts = {"parameters": num_matrix_weights(spec)}
+    if spec.num_experts:
+        counts |= {"active_parameters": num_active_weights(spec), "experts": spec.num_experts,
+                   "experts_per_token": spec.experts_per_token}
+    return counts
+
+
 def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
     check_names(config)
+    template = chat_template(config.model)
     loaded = load_model(config.model)
     spec, groups = loaded.files.spec, kv_groups(loaded)
     kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
@@ -299,6 +353,8 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
             "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
+            **parameter_counts(spec),
+            "chat_template": config.model.chat_template or ("none" if template is None else "the model's own"),
             "system_fingerprint": loaded.fingerprint,
         },
         "memory": {
@@ -313,6 +369,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
             "pool_fits_memory": available is None or kv_bytes(kv) <= available,
         },
+        "packing": {"conversions": loaded.conversions},
         "processor": {
             "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
             "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),

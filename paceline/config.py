@@ -45,6 +45,7 @@ class ModelConfig:
     model: str = knob("smollm2", "model: smollm2, a .gguf file, a directory, a hub id (owner/name or "
                       "owner/name:FILE.gguf), or dummy:NAME", flag=False)
     revision: str | None = knob(None, "branch, tag or commit of a hub id; default: its main branch")
+    chat_template: str | None = knob(None, "file with a Jinja chat template to use instead of the model's own")
     dtype: str = knob("auto", "packed form of the weights; auto: the source's own", choices=("auto", *WEIGHT_FORMS))
     kv_dtype: str = knob("bf16", "number format of keys and values in the cache", choices=KV_DTYPES)
     max_model_len: int | None = knob(None, "tokens of prompt and output together; default: the model's limit", least=2)
@@ -110,6 +111,7 @@ class ServerConfig:
     step_timeout_seconds: float = knob(600.0, "a step that runs longer ends the engine and the process, with a stack "
                                        "dump; 0: never", least=0.0)
     strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
+    trust_request_chat_template: bool = knob(False, "let a request bring a chat template of its own (chat_template)")
     strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
     api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version; other users "
                                "of the machine see it in its list of processes, so better PACELINE_API_KEY or a file")

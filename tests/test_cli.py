@@ -17,6 +17,9 @@ import pytest
 from paceline import build
 from paceline.cli import _parser, main
 from paceline.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
+from paceline.model.family_table import FAMILIES
+from tests.golden.family_cases import CASES, DIRECTORY
+from tests.model import quantized, tiny
 
 MODEL = "smollm2"
 SMALL = ("--num-kv-blocks", "8")
@@ -40,7 +43,7 @@ def one_load() -> Any:
     load_model = build.load_model
     patch = pytest.MonkeyPatch()
     patch.setattr(build, "load_model",
-                  lambda config: loaded.get(config) or loaded.setdefault(config, load_model(config)))
+                  lambda config, progress=None: loaded.get(config) or loaded.setdefault(config, load_model(config)))
     yield
     patch.undo()
 
@@ -79,6 +82,13 @@ MISTAKES = [
     (("generate", MODEL, "hi", "--top-k", "0"), "top_k"),
     (("generate", MODEL, "hi", "--top-p", "1.5"), "top_p"),
     (("generate", MODEL, "hi", "--seed", str(1 << 63)), "seed"),
+    (("generate", MODEL, "hi", "--min-p", "2"), "min_p"),
+    (("generate", MODEL, "hi", "--repetition-penalty", "0"), "repetition_penalty"),
+    (("generate", MODEL, "hi", "--logit-bias", "5:101"), "logit_bias"),
+    (("generate", MODEL, "hi", "--logit-bias", "five:1"), "logit-bias"),
+    (("generate", MODEL, "hi", "--bad-words", " "), "bad_words"),
+    (("generate", MODEL, "hi", "--min-tokens", "999"), "min_tokens"),
+    (("generate", MODEL, "hi", "--truncate-prompt-tokens", "0"), "truncate_prompt_tokens"),
     (("generate", MODEL, ""), "prompt"),
     (("generate", MODEL, "word " * 200, *SMALL), "128"),
     (("generate", MODEL, "hi", "--num-kv-blocks", "999999999"), "blocks fit"),
@@ -89,6 +99,10 @@ MISTAKES = [
     (("serve", MODEL, "--host", "192.0.2.1"), "192.0.2.1"),
     (("serve", MODEL, "--prefix-cache", "x"), "'none'"),
     (("serve", "nosuch"), "nosuch"),
+    *((command, said) for template, said in (("/no/such.jinja", "/no/such.jinja: cannot be read: No such file"),
+                                             ("tests", "tests: cannot be read: Is a directory"))
+      for command in (("serve", MODEL, "--chat-template", template), ("info", MODEL, "--chat-template", template),
+                      ("generate", MODEL, "hi", "--chat-template", template))),
 ]
 
 
@@ -116,6 +130,17 @@ def test_a_path_that_is_no_model(tmp_path: Path, name: str, content: bytes | Non
     assert (status, out, err.count("\n")) == (2, "", 1) and said in err
 
 
+@pytest.mark.parametrize(("content", "said"), [
+    (b"\xff\xfe{{ x }}", "cannot be read as UTF-8 text"), (b"\n\n{% for m in %}", ", line 3: Expected an expression"),
+    (b"{{ x | nothing }}", ", line 1: No filter named 'nothing'"), (b"x" * (5 << 20), "at most 1048576 characters")])
+def test_a_chat_template_that_is_none(tmp_path: Path, content: bytes, said: str, capsys) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_bytes(content)
+    status, out, err = run("serve", MODEL, "--chat-template", str(path), capsys=capsys)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"paceline: --chat-template {path}") and said in err
+
+
 def test_a_port_in_use(capsys) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -130,6 +155,17 @@ def test_a_port_in_use(capsys) -> None:
 def test_generate_prints_the_text_alone(capsys) -> None:
     assert run("generate", MODEL, "What is the capital of France? Answer in one sentence.", "--chat", *SMALL,
                "--block-size", "64", capsys=capsys)[:2] == (0, "The capital of France is Paris.\n")
+
+
+def test_a_chat_template_of_ones_own_is_used_instead_of_the_models(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ bos_token }}user\n{{ messages[0].content }} Answer in one sentence.<|im_end|>\n"
+                    "{{ bos_token }}assistant\n\n")     # Jinja drops one
+    base = ("generate", MODEL, "--chat", "--max-tokens", "8", "--json", "--num-kv-blocks", "16")
+    ours = json.loads(run(*base, "--chat-template", str(path), "What is the capital of France?", capsys=capsys)[1])
+    models = json.loads(run(*base, "What is the capital of France? Answer in one sentence.", capsys=capsys)[1])
+    assert ours["text"] == "The capital of France is Paris."
+    assert ours["num_prompt_tokens"] < models["num_prompt_tokens"]      # the model's own adds a system prompt
 
 
 def test_generate_json_is_one_object_and_repeats_with_its_seed(capsys) -> None:
@@ -154,6 +190,27 @@ def test_the_sampling_flags_change_the_draw(capsys) -> None:
     assert run(*drawn, capsys=capsys)[1] != greedy != run(*base, "--chat", capsys=capsys)[1]
     assert run(*drawn, "--top-k", "1", capsys=capsys)[1] == run(*drawn, "--top-p", "1e-6", capsys=capsys)[1] == greedy
     assert run(*drawn, "--seed", "2", capsys=capsys)[1] != run(*drawn, capsys=capsys)[1]
+
+
+def test_every_sampling_flag_reaches_the_engine(capsys) -> None:
+    base = ("generate", MODEL, "The capital of France is", "--max-tokens", "8", "--num-kv-blocks", "512")
+    plain = run(*base, capsys=capsys)[1]
+    assert "Paris" in plain
+    for flags in (("--bad-words", "Paris"), ("--stop", "Par"), ("--logit-bias", "28:100"),
+                  ("--repetition-penalty", "50"), ("--truncate-prompt-tokens", "1")):
+        assert run(*base, *flags, capsys=capsys)[1] != plain, flags
+    hot = (*base, "--temperature", "2", "--seed", "5")
+    for flags in (("--min-p", "1"), ("--typical-p", "1e-9"), ("--frequency-penalty", "2"),
+                  ("--presence-penalty", "-2")):
+        assert run(*hot, *flags, capsys=capsys)[1] != run(*hot, capsys=capsys)[1], flags
+
+
+def test_json_brings_log_probabilities_where_asked_for(capsys) -> None:
+    argv = ("generate", MODEL, "The sea", "--max-tokens", "3", "--num-kv-blocks", "512", "--json")
+    answer = json.loads(run(*argv, "--logprobs", "2", "--prompt-logprobs", "1", "--ignore-eos", capsys=capsys)[1])
+    assert len(answer["logprobs"]) == 3 and [len(top) for top in answer["top_logprobs"]] == [2] * 3
+    assert [one["token_id"] for one in answer["prompt_logprobs"]] and answer["num_prompt_tokens"] == 2
+    assert json.loads(run(*argv, capsys=capsys)[1])["logprobs"] is None
 
 
 def test_a_pool_smaller_than_the_context_says_so_and_runs(capsys) -> None:
@@ -183,10 +240,55 @@ def test_info_for_people_names_what_json_has(capsys) -> None:
     assert facts["memory"]["kv_pool_bytes"] == facts["memory"]["kv_blocks"] * 16 * facts["memory"]["kv_per_token_bytes"]
 
 
+def test_info_counts_the_parameters_that_a_token_meets(capsys) -> None:
+    golden = Path(__file__).parent / "golden" / "families" / "mixtral"
+    model = json.loads(run("info", str(golden), "--json", capsys=capsys)[1])["model"]
+    assert (model["family"], model["experts"], model["experts_per_token"]) == ("mixtral", 4, 2)
+    idle = 2 * 2 * 3 * 64 * 32    # layers, experts of each, matrices
+    assert model["parameters"] - model["active_parameters"] == idle
+    text = run("info", str(golden), capsys=capsys)[1]
+    assert "experts per token" in text and f"{model['active_parameters']:,}" in text
+    assert "active_parameters" not in info(capsys=capsys)["model"]
+
+
+def test_info_tells_what_each_type_became_and_what_that_lost(capsys) -> None:
+    (q4_1, q8_0) = info(capsys=capsys)["packing"]["conversions"]
+    assert (q4_1["from"], q4_1["to"], q4_1["matrices"], q4_1["relative_error"]) == ("Q4_1", "int4", 210, 0)
+    assert (q8_0["from"], q8_0["to"], q8_0["matrices"], q8_0["relative_error"]) == ("Q8_0", "int8", 1, 0)
+    memory = info(capsys=capsys)["memory"]
+    assert q4_1["packed_bytes"] == memory["int4_weights_bytes"] and q8_0["packed_bytes"] == memory["int8_weights_bytes"]
+    _, text, _ = run("info", MODEL, "--dtype", "bf16", capsys=capsys)
+    assert "Q4_1 to bf16: 210 matrices, 212.3 MB, LOSES 1.7e-03" in text
+
+
 def test_info_says_whether_the_pool_fits_the_memory(capsys) -> None:
     assert info(capsys=capsys)["memory"]["pool_fits_memory"] is True
     memory = info("--num-kv-blocks", "999999999", capsys=capsys)["memory"]
     assert memory["pool_fits_memory"] is False and memory["largest_pool_blocks"] < 999999999
+
+
+def facts_of(model: Path, *flags: str, capsys: Any) -> tuple[str, set[str]]:
+    """The family, and the forms the weights are packed in."""
+    status, out, err = run("info", str(model), "--json", "--num-kv-blocks", "8", *flags, capsys=capsys)
+    assert status == 0, err
+    facts = json.loads(out)
+    suffix = "_weights_bytes"
+    return facts["model"]["family"], {name.removesuffix(suffix) for name in facts["memory"] if name.endswith(suffix)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_info_names_the_family_and_the_packed_forms(name: str, capsys) -> None:
+    family = next(one for one in FAMILIES.values() if one.hf_architecture == CASES[name][0])
+    of_routers = {"f32"} if family.has_experts else set()
+    assert facts_of(DIRECTORY / name, capsys=capsys) == (family.name, {"bf16"} | of_routers)
+    assert facts_of(DIRECTORY / name, "--dtype", "int8", capsys=capsys) == (family.name, {"int8"} | of_routers)
+
+
+def test_info_names_every_form_of_a_file_that_mixes_them(tmp_path: Path, capsys) -> None:
+    config, arrays, _ = quantized.four_bit_checkpoint("awq")
+    awq = tiny.write_hf(tmp_path / "awq", config, arrays)
+    assert facts_of(awq, capsys=capsys) == ("llama", {"int4", "f32"})        # its embedding is F32
+    assert facts_of(tiny.write_gguf(tmp_path / "q8.gguf", quantization="Q8_0"), capsys=capsys) == ("llama", {"int8"})
 
 
 EFFECTS = [    # flag, value, and where info shows it
@@ -214,14 +316,14 @@ def test_a_flag_changes_what_info_tells(flag: str, value: str, place: str, capsy
     assert info(flag, value, capsys=capsys)[section].get(name) != info(capsys=capsys)[section].get(name)
 
 
-TESTED_WITH_A_HUB = {"revision"}    # tests/model/test_hub.py
+TESTED_ELSEWHERE = {"revision", "chat_template"}    # tests/model/test_hub.py; above
 ONE_CHOICE_SO_FAR = {"regime", "admission", "preemption", "chunking"}    # tables of one entry; more come
 
 
 def test_every_engine_knob_has_an_effect_that_is_tested() -> None:
     knobs = {declared.name for group in (ModelConfig, CacheConfig, SchedulerConfig) for declared in fields(group)
              if declared.metadata["flag"]}
-    tested = {flag[2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_WITH_A_HUB
+    tested = {flag[2:].replace("-", "_") for flag, _, _ in EFFECTS} - {"preset"} | TESTED_ELSEWHERE
     assert knobs == tested | ONE_CHOICE_SO_FAR
 
 

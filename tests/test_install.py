@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
+import sys
 import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,3 +47,17 @@ def test_every_named_requirement_is_pinned() -> None:
     assert isinstance(extras, dict)
     named = names_of(project()["dependencies"]).union(*(names_of(extra) for extra in extras.values()))
     assert named <= pins
+
+
+def test_a_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
+    """Not only modules: `paceline info --quality` reads a text."""
+    if importlib.util.find_spec("scikit_build_core") is None:
+        pytest.skip("scikit-build-core is not installed here")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", tmp_path,
+                    f"--config-settings=build-dir={tmp_path}/build", ROOT],
+                   env={**os.environ, "PACELINE_NO_KERNELS": "1"}, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "paceline").rglob("*")
+             if path.is_file() and path.suffix in (".py", ".txt")}
+    assert "paceline/runner/quality.txt" in files
+    assert files <= set(zipfile.ZipFile(wheel).namelist())

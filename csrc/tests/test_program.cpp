@@ -1,5 +1,5 @@
-// A whole step without Python: a two-layer decoder, recorded by hand, run on the thread pool. A prompt gives the same logits
-// in one step, in pieces, beside another row, in other blocks and on any number of threads.
+// A whole step without Python: a two-layer decoder, recorded by hand, run on the thread pool; with a plain MLP or with experts.
+// A prompt gives the same logits in one step, in pieces, beside another row, in other blocks and on any number of threads.
 #include <algorithm>
 #include <stdexcept>
 #include <thread>
@@ -12,16 +12,23 @@ namespace {
 
 constexpr int kLayers = 2, kHeads = 4, kKVHeads = 2, kHeadDim = 32, kHidden = 64, kInner = 96, kVocab = 50, kBlockSize = 16;
 constexpr int kPositions = 640, kBlocks = 2 * kPositions / kBlockSize;
+constexpr int kExperts = 5, kTopK = 2;
 constexpr int kQWidth = kHeads * kHeadDim, kQKVWidth = (kHeads + 2 * kKVHeads) * kHeadDim;
 
-enum BufferId { x, normed, qkv, q, attended, residual, gate_up, activated, last, logits };
+enum BufferId {
+  x, normed, qkv, q, attended, residual, gate_up, activated, last, logits,
+  router, routes, routed, routed_gate_up, routed_activated, routed_out
+};
 
 class Recorder {
  public:
-  explicit Recorder(Form form) : form_(form), random_(99) {
-    for (int64_t width : {kHidden, kHidden, kQKVWidth, kQWidth, kQWidth, kHidden, 2 * kInner, kInner}) buffer(false, width);
-    buffer(true, kHidden);
-    buffer(true, kVocab);
+  explicit Recorder(Form form, bool has_experts = false) : form_(form), has_experts_(has_experts), random_(99) {
+    for (int64_t width : {kHidden, kHidden, kQKVWidth, kQWidth, kQWidth, kHidden, 2 * kInner, kInner}) buffer(Rows::tokens, width);
+    buffer(Rows::wanted, kHidden);
+    buffer(Rows::wanted, kVocab);
+    buffer(Rows::tokens, kExperts);
+    buffer(Rows::tokens, 2 * kTopK);
+    for (int64_t width : {kHidden, 2 * kInner, kInner, kHidden}) buffer(Rows::routed, width);
     spec.num_heads = kHeads;
     spec.num_kv_heads = kKVHeads;
     spec.head_dim = kHeadDim;
@@ -32,8 +39,8 @@ class Recorder {
   ProgramSpec spec;
 
  private:
-  void buffer(bool is_wanted, int64_t width) {
-    spec.buffers.push_back({static_cast<int64_t>(spec.buffers.size()), is_wanted, width});
+  void buffer(Rows rows, int64_t width) {
+    spec.buffers.push_back({static_cast<int64_t>(spec.buffers.size()), rows, width});
   }
 
   std::string matrix(const std::string& name, int64_t num_outputs, int64_t num_inputs) {
@@ -83,9 +90,7 @@ class Recorder {
       node("linear", {attended}, residual, {matrix(at + "o", kHidden, kQWidth)});
       node("add", {x, residual}, x);
       norm(at + "mlp_norm", x, normed);
-      node("linear", {normed}, gate_up, {matrix(at + "gate_up", 2 * kInner, kHidden)});
-      node("silu_mul", {gate_up}, activated);
-      node("linear", {activated}, residual, {matrix(at + "down", kHidden, kInner)});
+      if (has_experts_) record_experts(at); else record_mlp(at);
       node("add", {x, residual}, x);
     }
     node("select_wanted", {x}, last);
@@ -93,7 +98,29 @@ class Recorder {
     node("sample", {logits}, -1);
   }
 
+  void record_mlp(const std::string& at) {
+    node("linear", {normed}, gate_up, {matrix(at + "gate_up", 2 * kInner, kHidden)});
+    node("silu_mul", {gate_up}, activated);
+    node("linear", {activated}, residual, {matrix(at + "down", kHidden, kInner)});
+  }
+
+  void record_experts(const std::string& at) {
+    std::vector<std::string> first, second;
+    for (int expert = 0; expert < kExperts; ++expert) {
+      first.push_back(matrix(at + "gate_up" + std::to_string(expert), 2 * kInner, kHidden));
+      second.push_back(matrix(at + "down" + std::to_string(expert), kHidden, kInner));
+    }
+    node("linear", {normed}, router, {matrix(at + "router", kExperts, kHidden)});
+    node("route", {router}, routes, {}, {{"top_k", kTopK}, {"renormalise", 1}});
+    node("gather_routed", {normed, routes}, routed);
+    node("expert_linear", {routed, routes}, routed_gate_up, first);
+    node("silu_mul", {routed_gate_up}, routed_activated);
+    node("expert_linear", {routed_activated, routes}, routed_out, second);
+    node("combine_routed", {routed_out, routes}, residual);
+  }
+
   Form form_;
+  bool has_experts_;
   Random random_;
 };
 
@@ -152,14 +179,15 @@ void poison(Runner& runner) {
   runner.poison(all.data(), kBlocks);
 }
 
-void test_form(const KernelTable& table, Form form, bool is_bf16) {
-  Check check(std::string(table.name) + " program, " + form_name(form) + " weights, " + (is_bf16 ? "bf16" : "f32") + " cache");
+void test_form(const KernelTable& table, Form form, bool is_bf16, bool has_experts = false) {
+  Check check(std::string(table.name) + " program, " + form_name(form) + " weights, " + (is_bf16 ? "bf16" : "f32") + " cache" +
+              (has_experts ? ", experts" : ""));
   const std::vector<int32_t> prompt = tokens_of(kSegment + 40, 1), other = tokens_of(90, 2);
   const int length = static_cast<int>(prompt.size());
   const KVSpec kv = {kLayers, kKVHeads, kHeadDim, kBlockSize, kBlocks, is_bf16};
   std::vector<float> right;
   for (int num_threads = 1; num_threads <= 3; ++num_threads) {
-    Runner runner(table, num_threads, Recorder(form).spec, kv);
+    Runner runner(table, num_threads, Recorder(form, has_experts).spec, kv);
     poison(runner);
     const std::vector<float> whole = run_step(runner, {{prompt, 0, length, 0, 1}});
     if (right.empty()) right = whole;
@@ -226,6 +254,7 @@ void test_company(const KernelTable& table) {
 void test_program(const KernelTable& table) {
   for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_form(table, form, true);
   test_form(table, Form::int4, false);
+  for (Form form : {Form::f32, Form::int8}) test_form(table, form, true, true);
   test_company(table);
 }
 

@@ -25,6 +25,7 @@ AUTO_FORMS = {
     "MXFP4": "int8",
 }
 
+ROUTER_FORM = "f32"    # whatever the dtype: routers are small, and a rounding sends a token to another expert
 FORM_BITS = {"f32": 32, "bf16": 16, "int8": 8.5, "int4": 5}    # a weight, scales included
 
 
@@ -89,13 +90,45 @@ class DecoderWriter:
         self._add_output(at + "attn_post_norm")
 
     def mlp(self, layer: int) -> None:
-        spec, buffers, at = self.spec, self.buffers, f"layers.{layer}."
-        widths = {"gate": spec.intermediate_size, "up": spec.intermediate_size}
-        self.packer.linears(self._input(at + "mlp_norm"), at, widths, buffers.gate_up, spec.has_mlp_bias)
-        record = {"silu": self.recorder.silu_mul, "gelu_tanh": self.recorder.gelu_tanh_mul}[spec.activation]
-        record(buffers.gate_up, buffers.activated)
-        self.packer.linears(buffers.activated, at, {"down": spec.hidden_size}, buffers.residual, spec.has_mlp_bias)
+        spec, at = self.spec, f"layers.{layer}."
+        x = self._input(at + "mlp_norm")
+        if spec.has_experts(layer):
+            self._experts(x, at)
+        else:
+            self._gated_mlp(x, at, "", spec.intermediate_size, self.buffers.residual)
         self._add_output(at + "mlp_post_norm")
+
+    def _gated_mlp(self, x: Buffer, at: str, which: str, size: int, out: Buffer) -> None:
+        has_bias = self.spec.has_mlp_bias and not which
+        gate_up, activated = self.buffers.gated("tokens", size)
+        self.packer.linears(x, at, {which + "gate": size, which + "up": size}, gate_up, has_bias)
+        self._activate(gate_up, activated)
+        self.packer.linears(activated, at, {which + "down": self.spec.hidden_size}, out, has_bias)
+
+    def _activate(self, gate_up: Buffer, activated: Buffer) -> None:
+        record = {"silu": self.recorder.silu_mul, "gelu_tanh": self.recorder.gelu_tanh_mul}[self.spec.activation]
+        record(gate_up, activated)
+
+    def _experts(self, x: Buffer, at: str) -> None:
+        """What a token's experts make of it, weighted; beside them the shared expert, if there is one."""
+        spec, recorder, buffers = self.spec, self.recorder, self.buffers.routed()
+        size, count = spec.expert_intermediate_size, spec.num_experts
+        gate_up, activated = self.buffers.gated("routed", size)
+        recorder.linear(x, self._router(at + "router", count), buffers.logits)
+        recorder.route(buffers.logits, spec.experts_per_token, spec.has_renormalised_shares, buffers.routes)
+        recorder.gather_routed(x, buffers.routes, buffers.x)
+        self.packer.expert_linears(buffers.x, buffers.routes, at, {"gate": size, "up": size}, gate_up, count)
+        self._activate(gate_up, activated)
+        self.packer.expert_linears(activated, buffers.routes, at, {"down": spec.hidden_size}, buffers.x, count)
+        recorder.combine_routed(buffers.x, buffers.routes, self.buffers.residual)
+        if spec.shared_intermediate_size:
+            shared, gate = buffers.shared, buffers.shared_gate
+            recorder.linear(x, self._router(at + "shared_router", 1), gate)
+            self._gated_mlp(x, at, "shared_", spec.shared_intermediate_size, shared)
+            recorder.add_gated(self.buffers.residual, shared, gate)
+
+    def _router(self, name: str, num_outputs: int) -> str:
+        return self.packer.matrix(name, num_outputs, self.spec.hidden_size, ROUTER_FORM)
 
     def head(self, weight: str) -> None:
         spec, buffers = self.spec, self.buffers
@@ -153,11 +186,35 @@ class DecoderBuffers:
         self.q = recorder.buffer("tokens", spec.q_width)
         self.attended = recorder.buffer("tokens", spec.q_width)
         self.residual = recorder.buffer("tokens", spec.hidden_size)    # what a sublayer adds to x
-        self.gate_up = recorder.buffer("tokens", 2 * spec.intermediate_size)
-        self.activated = recorder.buffer("tokens", spec.intermediate_size)
         self.last = recorder.buffer("wanted", spec.hidden_size)
         self.last_normed = recorder.buffer("wanted", spec.hidden_size)
         self.logits = recorder.buffer("wanted", spec.vocab_size)
+        self._spec, self._recorder = spec, recorder
+        self._gated: dict[tuple[str, int], tuple[Buffer, Buffer]] = {}
+        self._routed: RoutedBuffers | None = None
+
+    def gated(self, rows: str, size: int) -> tuple[Buffer, Buffer]:
+        """Of a gated MLP: gate and up side by side, and their activated product. Made where a layer needs them."""
+        if (rows, size) not in self._gated:
+            self._gated[rows, size] = self._recorder.buffer(rows, 2 * size), self._recorder.buffer(rows, size)
+        return self._gated[rows, size]
+
+    def routed(self) -> RoutedBuffers:
+        if self._routed is None:
+            self._routed = RoutedBuffers(self._spec, self._recorder)
+        return self._routed
+
+
+class RoutedBuffers:
+    """What routing to experts needs, and the shared expert where there is one."""
+
+    def __init__(self, spec: ModelSpec, recorder: ProgramRecorder) -> None:
+        self.logits = recorder.buffer("tokens", spec.num_experts)
+        self.routes = recorder.buffer("tokens", 2 * spec.experts_per_token)
+        self.x = recorder.buffer("routed", spec.hidden_size)    # what goes into the experts, then what comes out
+        if spec.shared_intermediate_size:
+            self.shared = recorder.buffer("tokens", spec.hidden_size)
+            self.shared_gate = recorder.buffer("tokens", 1)
 
 
 class WeightPacker:
@@ -181,27 +238,54 @@ class WeightPacker:
         """A vector that shapes the program without being part of it."""
         return self._vector(name, width)
 
-    def matrix(self, name: str, num_outputs: int, num_inputs: int) -> str:
-        return self._pack(name, [self._source(name, num_outputs, num_inputs)])
+    def matrix(self, name: str, num_outputs: int, num_inputs: int, form: str | None = None) -> str:
+        """form None: as dtype says."""
+        source = self._source(name, num_outputs, num_inputs)
+        return self._pack(name, [source], form or self._form(source))
 
     def linears(self, x: Buffer, at: str, outputs: dict[str, int], out: Buffer, has_bias: bool = False) -> None:
         """Records x -> the named weights, side by side in `out`. Neighbours of one form become one stacked linear."""
-        sources = {name: self._source(at + name, width, x.width) for name, width in outputs.items()}
+        sources = self._sources(at, outputs, x.width)
         column = 0
-        for _, run in groupby(outputs, key=lambda name: form_of(sources[name].source_type, self._dtype)):
+        for form, run in groupby(outputs, key=lambda name: self._form(sources[name])):
             names = list(run)
             stacked = at + "_".join(names) if len(names) < 3 else at + "".join(names)    # gate_up, qkv
-            weight = self._pack(stacked, [sources[name] for name in names])
+            weight = self._pack(stacked, [sources[name] for name in names], form)
             bias = self._stacked_bias(stacked, at, {name: outputs[name] for name in names}) if has_bias else None
             self._recorder.linear(x, weight, out, column, bias)
             column += sum(outputs[name] for name in names)
+
+    def expert_linears(self, x: Buffer, routes: Buffer, at: str, outputs: dict[str, int], out: Buffer,
+                       num_experts: int) -> None:
+        """The same for every expert of a layer. A weight has one form in all of them."""
+        first = self._sources(f"{at}experts.0.", outputs, x.width)
+        column = 0
+        for form, run in groupby(outputs, key=lambda name: self._form(first[name])):
+            widths = {name: outputs[name] for name in run}
+            weights = []
+            for expert in range(num_experts):
+                prefix = f"{at}experts.{expert}."
+                sources = self._sources(prefix, widths, x.width) if expert else {name: first[name] for name in widths}
+                for name, source in sources.items():
+                    if self._form(source) != form:
+                        raise ModelError(f"weight {prefix}{name} would be {self._form(source)} and expert 0's {form}: "
+                                         "name a dtype for all")
+                weights.append(self._pack(prefix + "_".join(widths), list(sources.values()), form))
+            self._recorder.expert_linear(x, routes, tuple(weights), out, column)
+            column += sum(widths.values())
+
+    def _sources(self, at: str, outputs: dict[str, int], num_inputs: int) -> dict[str, SourceTensor]:
+        return {name: self._source(at + name, width, num_inputs) for name, width in outputs.items()}
+
+    def _form(self, source: SourceTensor) -> str:
+        return form_of(source.source_type, self._dtype)
 
     def _stacked_bias(self, stacked: str, at: str, outputs: dict[str, int]) -> str:
         parts = [self._vector(f"{at}{name}_bias", width) for name, width in outputs.items()]
         return self._recorder.weight(stacked + "_bias", np.concatenate(parts))
 
-    def _pack(self, name: str, sources: list[SourceTensor]) -> str:
-        packed = self._backend.pack(sources, form_of(sources[0].source_type, self._dtype))
+    def _pack(self, name: str, sources: list[SourceTensor], form: str) -> str:
+        packed = self._backend.pack(sources, form)
         self._num_packed += packed.num_outputs * packed.num_inputs
         if self._progress is not None:
             self._progress(self._num_packed, self._num_total)
@@ -226,18 +310,39 @@ class WeightPacker:
 
 
 def matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
-    """Canonical name ("layers.0." standing for all layers) -> outputs, inputs, how many there are."""
-    hidden, inner, layers = spec.hidden_size, spec.intermediate_size, spec.num_layers
-    shapes = {"q": (spec.q_width, hidden), "k": (spec.kv_width, hidden), "v": (spec.kv_width, hidden),
-              "o": (hidden, spec.q_width),
-              "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    """A canonical name, standing for all weights of its kind -> outputs, inputs, how many there are."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    attention = {"q": (spec.q_width, hidden), "k": (spec.kv_width, hidden), "v": (spec.kv_width, hidden),
+                 "o": (hidden, spec.q_width)}
+    shapes = {"layers.0." + name: (*shape, spec.num_layers) for name, shape in attention.items()}
+    routed = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
+    dense = [layer for layer in range(spec.num_layers) if not spec.has_experts(layer)]
+    if dense:
+        shapes |= _gated_shapes(f"layers.{dense[0]}.", inner, hidden, len(dense))
+    if routed:
+        at, count = f"layers.{routed[0]}.", len(routed)
+        shapes[at + "router"] = (spec.num_experts, hidden, count)
+        shapes |= _gated_shapes(at + "experts.0.", spec.expert_intermediate_size, hidden, count * spec.num_experts)
+        if spec.shared_intermediate_size:
+            shapes[at + "shared_router"] = (1, hidden, count)
+            shapes |= _gated_shapes(at + "shared_", spec.shared_intermediate_size, hidden, count)
     outside = ("embed",) if spec.has_tied_head else ("embed", "head")
-    return {**{"layers.0." + name: (*shape, layers) for name, shape in shapes.items()},
-            **dict.fromkeys(outside, (spec.vocab_size, hidden, 1))}
+    return {**shapes, **dict.fromkeys(outside, (spec.vocab_size, hidden, 1))}
+
+
+def _gated_shapes(at: str, inner: int, hidden: int, count: int) -> dict[str, tuple[int, int, int]]:
+    return {at + "gate": (inner, hidden, count), at + "up": (inner, hidden, count), at + "down": (hidden, inner, count)}
 
 
 def num_matrix_weights(spec: ModelSpec) -> int:
     return sum(outputs * inputs * count for outputs, inputs, count in matrix_shapes(spec).values())
+
+
+def num_active_weights(spec: ModelSpec) -> int:
+    """Those that one token is multiplied with, the embedding counted in full as is the custom."""
+    idle = spec.num_experts - spec.experts_per_token
+    return sum(outputs * inputs * (count - count * idle // spec.num_experts if ".experts." in name else count)
+               for name, (outputs, inputs, count) in matrix_shapes(spec).items())
 
 
 def estimated_weights_bytes(spec: ModelSpec, weights: Weights, dtype: str) -> int:
@@ -246,7 +351,8 @@ def estimated_weights_bytes(spec: ModelSpec, weights: Weights, dtype: str) -> in
     for name, (outputs, inputs, count) in matrix_shapes(spec).items():
         source = weights.get(name)
         if isinstance(source, SourceTensor):    # record_decoder refuses the others
-            total += outputs * inputs * count * FORM_BITS[form_of(source.source_type, dtype)] / 8
+            form = ROUTER_FORM if name.endswith("router") else form_of(source.source_type, dtype)
+            total += outputs * inputs * count * FORM_BITS[form] / 8
     return int(total)
 
 

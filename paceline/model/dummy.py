@@ -36,6 +36,15 @@ DUMMY_SPECS: dict[str, ModelSpec] = {
         family="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=14336, vocab_size=128256, max_position=131072, norm_eps=1e-5, rope_theta=5e5,
         rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), has_tied_head=False),
+    "olmoe-1b-7b": ModelSpec(
+        family="olmoe", num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=16, head_dim=128,
+        intermediate_size=1024, vocab_size=50304, max_position=4096, norm_eps=1e-5, rope_theta=1e4, has_tied_head=False,
+        qk_norm="width", num_experts=64, experts_per_token=8, expert_intermediate_size=1024),
+    "qwen3-30b-a3b": ModelSpec(
+        family="qwen3moe", num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128,
+        intermediate_size=6144, vocab_size=151936, max_position=40960, norm_eps=1e-6, rope_theta=1e6,
+        has_tied_head=False, qk_norm="head", num_experts=128, experts_per_token=8, expert_intermediate_size=768,
+        has_renormalised_shares=True),
 }
 DUMMY_CHAT_TEMPLATE = ("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
                        "{% if add_generation_prompt %}assistant: {% endif %}")

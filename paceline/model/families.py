@@ -110,8 +110,6 @@ def _hf_family(config: Fields) -> Family:
 
 def _refuse_config(config: Fields, family: Family) -> None:
     """Everything a config may ask for beyond the decoder, by field name."""
-    if config.has("quantization_config"):
-        raise config.refuse("quantization_config", "pre-quantised checkpoints are not supported")
     if not family.takes_mlp_bias and config.flag("mlp_bias", False):
         raise config.refuse("mlp_bias", "biases in the MLP are not supported for this family")
     has_known_bias = family.takes_attention_bias or family.traits.get("has_qkv_bias", False)
@@ -193,14 +191,18 @@ def _positive(fields: Fields, name: str, value: float) -> float:
 # ---- GGUF metadata
 
 def _gguf_family(metadata: Fields) -> Family:
-    known = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
-    if metadata.text("general.architecture") not in known:
-        raise metadata.refuse("general.architecture", f"must be one of {sorted(map(str, known))}")
+    known = {(family.gguf_architecture, family.has_experts): family for family in FAMILIES.values()
+             if family.gguf_architecture}
+    architecture, names = metadata.text("general.architecture"), {name for name, _ in known if name}
+    if architecture not in names:
+        raise metadata.refuse("general.architecture", f"must be one of {sorted(names)}")
+    has_experts = metadata.integer(f"{architecture}.expert_count", 0) != 0
+    if (architecture, has_experts) not in known:
+        raise metadata.refuse(f"{architecture}.expert_count",
+                              "is not supported for this architecture" if has_experts else "must be at least 1")
     if metadata.text("general.type", "model") != "model":
         raise metadata.refuse("general.type", "must be 'model'")
-    if metadata.integer("split.count", 1) > 1:
-        raise metadata.refuse("split.count", "split files are not supported; merge them with llama-gguf-split")
-    return known[metadata.text("general.architecture")]
+    return known[architecture, has_experts]
 
 
 def _gguf_biases(tensors: Mapping[str, StoredTensor]) -> dict[str, bool]:
@@ -211,8 +213,6 @@ def _gguf_biases(tensors: Mapping[str, StoredTensor]) -> dict[str, bool]:
 
 def _refuse_gguf(metadata: Fields, family: Family) -> None:
     prefix = f"{family.gguf_architecture}."
-    if metadata.integer(f"{prefix}expert_count", 0):
-        raise metadata.refuse(f"{prefix}expert_count", "is not supported")
     for name in ("logit_scale", "embedding_scale", "residual_scale", "attention.scale", "attention.clamp_kqv"):
         if metadata.has(prefix + name) and name not in family.gguf_takes:
             raise metadata.refuse(prefix + name, "is not supported")

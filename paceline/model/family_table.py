@@ -10,11 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .expert_fields import (
+    GGUF_EXPERTS,
+    GGUF_SHARED,
+    HF_EXPERTS,
+    HF_GRANITE_EXPERTS,
+    HF_MIXTRAL_EXPERTS,
+    HF_SHARED,
+    Name,
+    Reader,
+    experts_gguf,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen2_moe_gguf,
+    qwen3_moe,
+)
 from .fields import Fields
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}     # hidden_act -> ModelSpec.activation
 
-Reader = Callable[[Fields, str], dict[str, Any]]    # the file's fields, and what their names start with
 Slides = Callable[[Fields, int], tuple[bool, ...]]    # config.json's fields (none for GGUF) and the number of layers
 
 
@@ -25,8 +40,9 @@ class Family:
     hf_architecture: str
     traits: Mapping[str, Any] = field(default_factory=dict)
     reads: Reader = lambda config, prefix: {}
-    hf_names: Mapping[str, str] = field(default_factory=dict)       # beyond HF_NAMES, or in place of them
+    hf_names: Mapping[str, Name] = field(default_factory=dict)      # beyond HF_NAMES, or in place of them
     has_offset_norms: bool = False            # config.json: a norm's weight is stored less 1
+    has_experts: bool = False                 # its MLPs are routed to: what tells two families of one GGUF name apart
     takes_attention_bias: bool = False        # attention_bias means biases on q, k, v and o
     takes_mlp_bias: bool = False
     default_rotary_share: float | None = None    # of a head's dims, where the config does not say; None: always all
@@ -39,14 +55,15 @@ class Family:
     gguf_architecture: str | None = None      # None: it has none of its own
     gguf_written_as: str | None = None        # the architecture that converters call it by instead
     gguf_permutes_qk: bool = False            # converters reorder the rows of q and k in every head (pairs interleaved)
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, Name] = field(default_factory=dict)
     gguf_reads: Reader = lambda metadata, prefix: {}
     gguf_takes: frozenset[str] = frozenset()  # fields that only some families have, and that gguf_reads reads
 
 
-# Canonical name -> the file's name; {i} is the layer. A bias's name ends in .bias where its weight's ends in .weight.
-# Where several canonical names share one tensor, its rows hold them one after the other.
-HF_NAMES = {
+# Canonical name -> the file's name; {i} is the layer, {e} the expert. A bias's name ends in .bias where its weight's
+# ends in .weight. Where several canonical names share one tensor, its rows hold them one after the other; experts that
+# do make it three-dimensional, [experts, rows of one, inputs].
+HF_NAMES: dict[str, str] = {
     "embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
     "attn_norm": "model.layers.{i}.input_layernorm.weight",
     "mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
@@ -58,7 +75,7 @@ HF_NAMES = {
     "attn_post_norm": "model.layers.{i}.post_attention_layernorm.weight",
     "mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm.weight",
 }
-GGUF_NAMES = {
+GGUF_NAMES: dict[str, str] = {
     "embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight",
     "rope_factors": "rope_freqs.weight",
     "attn_norm": "blk.{i}.attn_norm.weight", "mlp_norm": "blk.{i}.ffn_norm.weight",
@@ -128,6 +145,11 @@ def _upper_layers_slide(config: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(layer >= first for layer in range(num_layers))
 
 
+def _every_other_lower_layer_slides(config: Fields, num_layers: int) -> tuple[bool, ...]:
+    last = config.integer("max_window_layers", 28)
+    return tuple(layer % 2 == 0 and layer < last for layer in range(num_layers))
+
+
 def _all_but_every(default_interval: int, name: str | None = None) -> Slides:
     def slides(config: Fields, num_layers: int) -> tuple[bool, ...]:
         interval = default_interval if name is None else config.integer(name, default_interval)
@@ -137,6 +159,14 @@ def _all_but_every(default_interval: int, name: str | None = None) -> Slides:
         return tuple(layer not in full for layer in range(num_layers))
 
     return slides
+
+
+def _granitemoe(config: Fields, prefix: str) -> dict[str, Any]:
+    return {**_granite(config, prefix), **mixtral(config, prefix)}
+
+
+def _granitemoe_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
+    return {**_granite_gguf(metadata, prefix), **experts_gguf(True)(metadata, prefix)}
 
 
 def _stablelm_gguf(metadata: Fields, prefix: str) -> dict[str, Any]:
@@ -230,8 +260,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
     Family(name="smollm3", title="SmolLM3", hf_architecture="SmolLM3ForCausalLM", reads=_smollm3,
            takes_attention_bias=True, takes_mlp_bias=True, default_rope_theta=2000000.0,
            gguf_architecture="smollm3", gguf_permutes_qk=True, gguf_reads=_smollm3_gguf),
-    Family(name="mistral", title="Mistral; Mistral Small 3 (text part)", hf_architecture="MistralForCausalLM", slides=_all_slide,
-           default_window=4096, gguf_written_as="llama"),
+    Family(name="mistral", title="Mistral; Mistral Small 3 (text part)", hf_architecture="MistralForCausalLM",
+           slides=_all_slide, default_window=4096, gguf_written_as="llama"),
     Family(name="qwen2", title="Qwen 2, 2.5", hf_architecture="Qwen2ForCausalLM", traits={"has_qkv_bias": True},
            slides=_upper_layers_slide, default_window=4096, needs_window_flag=True, gguf_architecture="qwen2"),
     Family(name="qwen3", title="Qwen 3", hf_architecture="Qwen3ForCausalLM", traits={"qk_norm": "head"},
@@ -248,6 +278,25 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
            slides=_all_slide,
            hf_names={"q": _QKV, "k": _QKV, "v": _QKV, "gate": _GATE_UP, "up": _GATE_UP}, gguf_architecture="phi3",
            gguf_names={"q": _GGUF_QKV, "k": _GGUF_QKV, "v": _GGUF_QKV, "gate": GGUF_NAMES["up"]}),
+    Family(name="mixtral", title="Mixtral", hf_architecture="MixtralForCausalLM", has_experts=True, reads=mixtral,
+           slides=_all_slide, default_rope_theta=1000000.0, hf_names=HF_MIXTRAL_EXPERTS,
+           gguf_architecture="llama", gguf_permutes_qk=True,
+           gguf_names=GGUF_EXPERTS, gguf_reads=experts_gguf(True)),
+    Family(name="qwen2moe", title="Qwen 1.5 MoE, Qwen 2 MoE", hf_architecture="Qwen2MoeForCausalLM", has_experts=True,
+           reads=qwen2_moe, slides=_every_other_lower_layer_slides, default_window=4096,
+           needs_window_flag=True, traits={"has_qkv_bias": True}, hf_names={**HF_EXPERTS, **HF_SHARED},
+           gguf_architecture="qwen2moe", gguf_names={**GGUF_EXPERTS, **GGUF_SHARED}, gguf_reads=qwen2_moe_gguf),
+    Family(name="qwen3moe", title="Qwen 3 MoE", hf_architecture="Qwen3MoeForCausalLM", has_experts=True,
+           slides=_all_slide, default_window=4096, needs_window_flag=True, traits={"qk_norm": "head"},
+           reads=qwen3_moe, takes_attention_bias=True, hf_names=HF_EXPERTS,
+           gguf_architecture="qwen3moe", gguf_names=GGUF_EXPERTS, gguf_reads=experts_gguf(True)),
+    Family(name="olmoe", title="OLMoE", hf_architecture="OlmoeForCausalLM", has_experts=True,
+           traits={"qk_norm": "width"}, reads=olmoe, takes_attention_bias=True, hf_names=HF_EXPERTS,
+           gguf_architecture="olmoe", gguf_names=GGUF_EXPERTS, gguf_reads=experts_gguf(False)),
+    Family(name="granitemoe", title="Granite 3 MoE", hf_architecture="GraniteMoeForCausalLM", has_experts=True,
+           reads=_granitemoe, takes_attention_bias=True, hf_names=HF_GRANITE_EXPERTS, gguf_architecture="granitemoe",
+           gguf_permutes_qk=True, gguf_names=GGUF_EXPERTS, gguf_reads=_granitemoe_gguf,
+           gguf_takes=frozenset({"logit_scale", "embedding_scale", "residual_scale", "attention.scale"})),
     Family(name="stablelm", title="StableLM", hf_architecture="StableLmForCausalLM", traits={"norm": "layer"},
            reads=_stablelm, default_rotary_share=0.25, gguf_architecture="stablelm", gguf_reads=_stablelm_gguf),
     Family(name="gemma", title="Gemma 1", hf_architecture="GemmaForCausalLM", reads=_gemma, has_offset_norms=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
-from .chat_template import ChatTemplate
+from .chat_template import ChatTemplate, read_template
 from .dummy import DUMMY_CHAT_TEMPLATE, DUMMY_SPECS, END_TOKEN_ID, DummyWeights, dummy_tokenizer
 from .families import spec_from_config, spec_from_gguf, weights_from_config, weights_from_gguf
 from .fields import Fields, read_json_fields
@@ -150,18 +150,11 @@ def _directory_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate |
     source: Any = None
     jinja_path = directory / "chat_template.jinja"
     if jinja_path.exists():
-        source = _read_text(jinja_path)
+        source = read_template(jinja_path)
     for path in (directory / "chat_template.json", directory / "tokenizer_config.json"):
         if source is None and path.exists():
             source = _template_source(read_json_fields(path))
     return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
 def _template_source(fields: Fields) -> str | dict[str, str] | None:

@@ -4,13 +4,15 @@ AWQ and GPTQ in 4 bits become Q4_1 blocks with the checkpoint's own quants: w = 
 rounded to half precision (exact for z = 8 and other short products). Groups are multiples of 32, so no block straddles.
 FP8 becomes bf16: value times scale in float32, rounded once. Scales of activations are not used: ours are not FP8.
 
-Nothing is converted before it is packed, and each weight is let go afterwards. What cannot be converted is refused by
-the field or the tensor's name.
+Nothing is converted before it is packed, and each weight is let go afterwards. A weight is made in slabs of its
+outputs, on a thread a core: numpy lets go of the interpreter's lock, and what a slab needs beside its result is little.
+What cannot be converted is refused by the field or the tensor's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ModelError
-from ..ops.dequantize import bf16_bits, dequantize
+from ..ops.dequantize import bf16_bits, dequantize, row_bytes
 from ..ops.interface import SourceTensor
+from ..ops.machine import usable_cores
 from .fields import Fields
 from .stored import StoredTensor
 
@@ -29,6 +32,8 @@ Tensors = Mapping[str, StoredTensor]
 
 FIELD = "quantization_config"
 _GROUP = 32
+STEP = 8                  # outputs that share a word of an AWQ weight or of zero points: no slab may part them
+_SLAB_VALUES = 1 << 18    # weights of one slab, about
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)      # the nibble of an AWQ word that holds output 0, 1, ... of its eight
 _FP8_COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
 _NOTHING = np.empty(0, np.uint8)
@@ -39,10 +44,10 @@ class DeferredSource(SourceTensor):
 
     __slots__ = ("_make",)
 
-    def __init__(self, tensor: ConvertedTensor, row_order: NDArray[np.int64] | None) -> None:
-        num_outputs, num_inputs = tensor.shape
-        for name, value in (("name", tensor.name), ("num_outputs", num_outputs), ("num_inputs", num_inputs),
-                            ("source_type", tensor.source_type), ("row_order", row_order), ("_make", tensor.make)):
+    def __init__(self, tensor: ConvertedTensor, row_order: NDArray[np.int64] | None, first: int, last: int) -> None:
+        for name, value in (("name", tensor.name), ("num_outputs", last - first), ("num_inputs", tensor.shape[1]),
+                            ("source_type", tensor.source_type), ("row_order", row_order), ("origin", tensor.origin),
+                            ("_make", partial(tensor.made, first, last))):
             object.__setattr__(self, name, value)
 
     @property
@@ -53,12 +58,34 @@ class DeferredSource(SourceTensor):
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor(StoredTensor):
-    """make() gives the bytes, uint8 [outputs, bytes per output]; raw is empty."""
+    """make(first, last) gives the bytes of some outputs, uint8 [outputs, bytes per output]; first is a multiple of
+    STEP. raw is empty."""
 
-    make: Callable[[], Bytes]
+    origin: str
+    make: Callable[[int, int], Bytes]
+
+    def made(self, first: int, last: int) -> Bytes:
+        """The bytes of outputs [first, last), made in slabs on several threads."""
+        num_inputs = self.shape[1]
+        out = np.empty((last - first, row_bytes(self.source_type, num_inputs)), np.uint8)
+        size = max(1, _SLAB_VALUES // num_inputs // STEP) * STEP
+        starts = range(first // STEP * STEP, last, size)
+
+        def make_slab(start: int) -> None:
+            end = min(start + size, last)
+            skipped = max(first - start, 0)    # of a slab that begins before what is asked for
+            out[start + skipped - first : end - first] = self.make(start, end)[skipped:]
+
+        with ThreadPoolExecutor(min(len(starts), usable_cores())) as threads:
+            for _ in threads.map(make_slab, starts):    # raises what a slab raised
+                pass
+        return out
 
     def to_matrix(self, row_order: NDArray[np.int64] | None = None) -> SourceTensor:
-        return DeferredSource(self, row_order)
+        return DeferredSource(self, row_order, 0, self.shape[0])
+
+    def rows_to_matrix(self, first: int, last: int) -> SourceTensor:
+        return DeferredSource(self, None, first, last)
 
 
 def plain_checkpoint(config: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
@@ -140,7 +167,7 @@ def _four_bit_tensors(settings: Fields, tensors: Tensors, zero_offset: int, inpu
             linear = _four_bit_linear(settings, tensors, at, zero_offset, inputs_per_word)
             make = partial(_awq_blocks if inputs_per_word == 1 else _gptq_blocks, linear)
             plain[at + ".weight"] = ConvertedTensor(at + ".weight", (linear.num_outputs, linear.num_inputs), "Q4_1",
-                                                    _NOTHING, make)
+                                                    _NOTHING, "AWQ" if inputs_per_word == 1 else "GPTQ", make)
     return plain
 
 
@@ -169,43 +196,50 @@ def _need(tensor: StoredTensor, shape: tuple[int, ...], kinds: tuple[str, ...]) 
                          f"{' or '.join(kinds)} of shape {list(shape)}")
 
 
-def _awq_blocks(linear: _FourBits) -> Bytes:
-    quants = np.ascontiguousarray(_outputs_of_words(linear.qweight, _AWQ_ORDER).T)     # [outputs, inputs]
-    halves = quants.reshape(linear.num_outputs, -1, 2, 16)
-    nibbles: Bytes = halves[:, :, 0] | halves[:, :, 1] * np.uint8(16)
-    return _q4_1(linear, _outputs_of_words(linear.qzeros, _AWQ_ORDER), nibbles)
+def _awq_blocks(linear: _FourBits, first: int, last: int) -> Bytes:
+    quants = np.ascontiguousarray(_outputs_of_words(linear.qweight, _AWQ_ORDER, first, last).T)    # [outputs, inputs]
+    halves = quants.reshape(last - first, -1, 2, 16)
+    nibbles: Bytes = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
+    return _q4_1(linear, _outputs_of_words(linear.qzeros, _AWQ_ORDER, first, last), nibbles, first)
 
 
-def _gptq_blocks(linear: _FourBits) -> Bytes:
-    words = np.ascontiguousarray(linear.qweight.raw.view("<u4").reshape(linear.qweight.shape).T)
-    pairs = words.view(np.uint8).reshape(linear.num_outputs, -1, 2, 8)     # a byte: inputs 2k (low nibble) and 2k + 1
-    first, second = pairs[:, :, 0], pairs[:, :, 1]                         # inputs 0 to 15 and 16 to 31 of a group
-    nibbles: Bytes = np.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], axis=3).astype(np.uint8)
-    zeros = _outputs_of_words(linear.qzeros, range(8))
-    return _q4_1(linear, zeros, nibbles.reshape(linear.num_outputs, -1, 16))
+def _gptq_blocks(linear: _FourBits, first: int, last: int) -> Bytes:
+    words = np.ascontiguousarray(linear.qweight.raw.view("<u4").reshape(linear.qweight.shape)[:, first:last].T)
+    pairs = words.view(np.uint8).reshape(last - first, -1, 2, 8)           # a byte: inputs 2k (low nibble) and 2k + 1
+    low, high = pairs[:, :, 0], pairs[:, :, 1]                             # inputs 0 to 15 and 16 to 31 of a group
+    nibbles: Bytes = np.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], axis=3).astype(np.uint8)
+    zeros = _outputs_of_words(linear.qzeros, range(8), first, last)
+    return _q4_1(linear, zeros, nibbles.reshape(last - first, -1, 16), first)
 
 
-def _outputs_of_words(tensor: StoredTensor, nibble_of_output: tuple[int, ...] | range) -> Bytes:
-    words = tensor.raw.view("<u4").reshape(tensor.shape)
-    nibbles = [(words >> np.uint32(4 * nibble)).astype(np.uint8) & np.uint8(15) for nibble in nibble_of_output]
-    return np.stack(nibbles, axis=2).reshape(len(words), -1)
+def _outputs_of_words(tensor: StoredTensor, nibble_of_output: tuple[int, ...] | range, first: int, last: int) -> Bytes:
+    """Outputs [first, last) as columns; a word of the last axis holds eight of them."""
+    words = tensor.raw.view("<u4").reshape(tensor.shape)[:, first // 8 : -(-last // 8)]
+    nibbles = np.empty((*words.shape, 8), np.uint8)
+    for output, nibble in enumerate(nibble_of_output):
+        nibbles[:, :, output] = words >> np.uint32(4 * nibble) & np.uint32(15)
+    return nibbles.reshape(len(words), -1)[:, : last - first]
 
 
-def _q4_1(linear: _FourBits, zeros: Bytes, nibbles: Bytes) -> Bytes:
-    """zeros [groups, outputs], nibbles [outputs, blocks, 16] -> Q4_1 rows."""
+def _q4_1(linear: _FourBits, zeros: Bytes, nibbles: Bytes, first: int) -> Bytes:
+    """zeros [groups, outputs], nibbles [outputs, blocks, 16], outputs from `first` on -> Q4_1 rows."""
+    num_outputs = len(nibbles)
     with np.errstate(over="ignore"):     # packing refuses what is not finite
-        d = _values(linear.scales).astype(np.float16)
+        d = _columns(linear.scales, first, first + num_outputs).astype(np.float16)
         m = (-d.astype(np.float32) * (zeros.astype(np.float32) + np.float32(linear.zero_offset))).astype(np.float16)
-    blocks = np.empty((linear.num_outputs, linear.num_inputs // _GROUP, 20), np.uint8)
+    blocks = np.empty((num_outputs, linear.num_inputs // _GROUP, 20), np.uint8)
     for offset, numbers in ((0, d), (2, m)):
         per_block = np.repeat(np.ascontiguousarray(numbers.T), linear.group_size // _GROUP, axis=1)
         blocks[:, :, offset : offset + 2] = per_block[..., None].view(np.uint8)
     blocks[:, :, 4:] = nibbles
-    return blocks.reshape(linear.num_outputs, -1)
+    return blocks.reshape(num_outputs, -1)
 
 
-def _values(tensor: StoredTensor) -> F32:
-    return dequantize(tensor.to_matrix())
+def _columns(tensor: StoredTensor, first: int, last: int) -> F32:
+    """The values of some columns of a matrix of plain numbers."""
+    rows, columns = tensor.shape
+    raw = tensor.raw.reshape(rows, columns, -1)[:, first:last].reshape(rows, -1)
+    return dequantize(SourceTensor(tensor.name, rows, last - first, tensor.source_type, raw))
 
 
 # ---- eight-bit floats
@@ -240,19 +274,24 @@ def _fp8_tensor(settings: Fields, tensors: Tensors, at: str, tensor: StoredTenso
         raise ModelError(f"tensor {scale.name}: {scale.source_type} of shape {list(scale.shape)} fits no scaling of "
                          f"{tensor.name} {list(tensor.shape)}: by tensor, by row or by blocks of {block}")
     height, width = by_shape[scale.shape]
-    return ConvertedTensor(tensor.name, tensor.shape, "BF16", _NOTHING,
+    return ConvertedTensor(tensor.name, tensor.shape, "BF16", _NOTHING, "F8_E4M3",
                            partial(_fp8_to_bf16, tensor, scale, height, width))
 
 
-def _fp8_to_bf16(tensor: StoredTensor, scale: StoredTensor, height: int, width: int) -> Bytes:
+def _fp8_to_bf16(tensor: StoredTensor, scale: StoredTensor, height: int, width: int, first: int, last: int) -> Bytes:
+    """Of each block of the scaling, the 256 values a code can stand for are rounded once and looked up."""
     rows, columns = tensor.shape
     grid = (-(-rows // height), -(-columns // width))
     factors = dequantize(SourceTensor(scale.name, 1, grid[0] * grid[1], scale.source_type, scale.raw.reshape(1, -1)))
-    by_column = np.repeat(factors.reshape(grid), width, axis=1)[:, :columns]
-    values = FP8_VALUES[tensor.raw.reshape(tensor.shape)]
-    for row in range(grid[0]):
-        values[row * height : (row + 1) * height] *= by_column[row]
-    return bf16_bits(values).view(np.uint8)
+    codes = tensor.raw.reshape(tensor.shape)
+    out = np.empty((last - first, columns), np.uint16)
+    for block in range(first // height, -(-last // height)):
+        top, bottom = max(first, block * height), min(last, (block + 1) * height)
+        tables = bf16_bits(FP8_VALUES * factors.reshape(grid)[block][:, None])    # [blocks side by side, 256]
+        for index, table in enumerate(tables):
+            inside = slice(index * width, (index + 1) * width)
+            out[top - first : bottom - first, inside] = table[codes[top:bottom, inside]]
+    return out.view(np.uint8)
 
 
 def _fp8_values() -> F32:

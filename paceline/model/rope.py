@@ -20,6 +20,8 @@ from .stored import StoredTensor
 
 F64 = NDArray[np.float64]
 
+_TABLE_ROWS = 1 << 14
+
 
 class RopeScaling(Protocol):
     """frequencies: unscaled, one a pair of dims. Returns the scaled ones and what multiplies cosines and sines."""
@@ -128,8 +130,11 @@ def rope_table(num_positions: int, rotary_dim: int, theta: float, scaling: RopeS
         frequencies, magnitude = scaling.scaled(frequencies, theta, num_positions)
     if factors is not None:
         frequencies = frequencies / factors.astype(np.float64)
-    angles = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
-    return (np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude).astype(np.float32)
+    table = np.empty((num_positions, rotary_dim), np.float32)
+    for first in range(0, num_positions, _TABLE_ROWS):      # float64 in pieces: a long one takes gigabytes
+        angles = np.arange(first, min(first + _TABLE_ROWS, num_positions), dtype=np.float64)[:, None] * frequencies
+        table[first : first + _TABLE_ROWS] = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * magnitude
+    return table
 
 
 # ---- config.json. A reader takes the scaling's own fields and the whole config.

@@ -6,7 +6,8 @@ Knows no model: families.py gives the tensors their canonical names.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,11 @@ class StoredTensor:
         num_outputs, num_inputs = self.shape
         raw = self.raw.reshape(num_outputs, -1)
         return SourceTensor(self.name, num_outputs, num_inputs, self.source_type, raw, row_order)
+
+    def rows_to_matrix(self, first: int, last: int) -> SourceTensor:
+        """Outputs [first, last) alone, counted over all leading dimensions (experts, then their outputs)."""
+        rows = replace(self, shape=(prod(self.shape[:-1]), self.shape[-1])).to_matrix()
+        return replace(rows, num_outputs=last - first, raw=rows.raw[first:last])
 
     def to_vector(self, row_order: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
         """Values as float32 [length], a copy. The tensor must have one dimension."""

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -25,16 +26,19 @@ logger = logging.getLogger(__name__)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_SAMPLES = ("", " ", "Ein Satz, 12 \u00e9\u4e00\U0001f600\n\tand  spaces ")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
     """special_tokens maps names (bos_token, eos_token, unk_token, pad_token) to their text, where the model has them.
 
-    vocab_size counts ids up to the highest one; the embedding may have more rows (padding).
+    prefix is put before every text that is not empty and does not begin with an added token.
+    vocab_size counts ids up to the highest one; the embedding may have more rows (padding). max_token_chars is how many
+    characters the longest token stands for: so many need at least one token.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, special_tokens: Mapping[str, str], prefix: str = "") -> None:
         inner.no_truncation()       # a tokenizer.json may carry the settings of its training run
         inner.no_padding()
         self.inner = inner
@@ -42,7 +46,11 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
-        self.vocab_size = max([inner.get_vocab_size(), *(token_id + 1 for token_id in added)])
+        self._prefix = prefix
+        self._added_texts = tuple(self.added_ids)
+        vocabulary = inner.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.max_token_chars = max(map(len, vocabulary), default=1)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
 
@@ -57,7 +65,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. add_special_tokens adds what the model wants around a text (a BOS); text that spells a special
-        token becomes that token either way. RequestError when the text holds a lone surrogate."""
+        token becomes that token either way. RequestError for a lone surrogate, and for what the library cannot
+        encode."""
+        if self._prefix and text and not text.startswith(self._added_texts):
+            text = self._prefix + text
         try:
             # The batch form lets go of the GIL, which the engine's thread and the event loop wait for; _fast leaves out
             # the offsets, which nobody reads.
@@ -65,6 +76,10 @@ class Tokenizer:
         except TypeError:
             _refuse_surrogates(text)
             raise
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise RequestError(f"text: this model's tokenizer fails on it: {error}", param="prompt") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text; bytes that are no UTF-8 become U+FFFD, ids the vocabulary lacks are left out. RequestError for
@@ -73,15 +88,14 @@ class Tokenizer:
             return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"tokens: ids must be integers of 0 to {2**32 - 1}: {error}", param="tokens") from None
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise RequestError(f"tokens: this model's tokenizer fails on them: {error}", param="tokens") from error
 
     def token_text(self, token_id: int) -> str:
         """One token alone as text, special or not; a token that is part of a character gives U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
-
-    @cached_property
-    def max_token_chars(self) -> int:
-        """Characters the longest token stands for: so many characters need at least one token."""
-        return max(map(len, self.inner.get_vocab()), default=1)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, special or not, inside a text: SentencePiece may leave out a first space."""
@@ -106,7 +120,8 @@ class Tokenizer:
     @cached_property
     def _marks_spaces(self) -> bool:
         """Tokens spell a space as U+2581, as SentencePiece does."""
-        return self.inner.decoder is not None and "▁" in repr(json.loads(self.inner.to_str())["decoder"])
+        decoder = self.inner.decoder    # its own state: the whole tokenizer's would list every id up to the highest
+        return decoder is not None and "▁" in repr(json.loads(decoder.__getstate__()))
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -128,12 +143,48 @@ def _refuse_surrogates(text: str) -> None:
                            "cannot be encoded", param="prompt") from None
 
 
+# ---- what the library does not survive
+
+def _is_panic(error: BaseException) -> bool:
+    """A bug or a broken file made the library's Rust code panic: no Exception, and a class without an address."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+@contextmanager
+def panics_are_model_errors(where: str) -> Iterator[None]:
+    """Around everything that builds a tokenizer of untrusted settings."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise ModelError(f"{where}: not a tokenizer: {error}") from error
+
+
+def tried_out(tokenizer: Tokenizer, where: str) -> Tokenizer:
+    """The tokenizer, after sample texts have gone through it: settings can be read and yet not be run."""
+    try:
+        for text in _SAMPLES:
+            for has_special in (True, False):
+                token_ids = tokenizer.encode(text, has_special)
+                for some in (token_ids, token_ids[:1], token_ids[-1:]):
+                    tokenizer.decode(some, not has_special)
+    except Exception as error:
+        raise ModelError(f"{where}: the tokenizer fails on a sample text: {error}") from error
+    return tokenizer
+
+
 # ---- from a Hugging Face directory
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
     """From tokenizer.json, with the tokens that tokenizer_config.json, special_tokens_map.json and added_tokens.json
-    add to it. Whether a text gets a BOS is what tokenizer.json's post-processor says, as in transformers 5; a flag
-    add_bos_token that says otherwise is logged."""
+    add to it. Whether a text gets a BOS and an EOS is what tokenizer.json's post-processor says, as in transformers 5;
+    a flag add_bos_token or add_eos_token that says otherwise is logged."""
+    with panics_are_model_errors(str(directory / "tokenizer.json")):
+        return _from_directory(directory)
+
+
+def _from_directory(directory: Path) -> Tokenizer:
     inner = _load_tokenizer_json(directory / "tokenizer.json")
     config = _optional_fields(directory / "tokenizer_config.json")
     special_map = _optional_fields(directory / "special_tokens_map.json")
@@ -144,11 +195,13 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
         if text is not None:
             special_tokens[name] = text
     _mark_special(inner, special_tokens.values())
-    tokenizer = Tokenizer(inner, special_tokens)
-    adds_bos = tokenizer.encode("")[:1] == [tokenizer.bos_token_id]
-    if config.flag("add_bos_token", adds_bos) != adds_bos:
-        logger.warning("%s: add_bos_token is overruled by tokenizer.json, which %s a BOS", config.where,
-                       "adds" if adds_bos else "does not add")
+    tokenizer = tried_out(Tokenizer(inner, special_tokens), str(directory / "tokenizer.json"))
+    around = tokenizer.encode("")
+    for flag, adds in (("add_bos_token", around[:1] == [tokenizer.bos_token_id]),
+                       ("add_eos_token", around[-1:] == [tokenizer.eos_token_id])):
+        if config.flag(flag, adds) != adds:
+            logger.warning("%s: %s is overruled by tokenizer.json, which %s it", config.where, flag,
+                           "adds" if adds else "does not add")
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 The aim is the ids that transformers gives for the same model, so each kind is put together as that model's published
 tokenizer.json has it. A pre-tokenizer that is not in the table is refused: a wrong one gives other ids without a word.
+Where a SentencePiece model puts its prefix space, no file says; docs/formats.md tells the rule and who differs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from ..errors import ModelError
 from .fields import Fields
-from .tokenizer import SPECIAL_NAMES, Tokenizer
+from .tokenizer import SPECIAL_NAMES, Tokenizer, panics_are_model_errors, tried_out
 
-_CONTROL, _USER_DEFINED = 3, 4      # tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4      # tokenizer.ggml.token_type
 SPACE = "▁"                                             # how SentencePiece spells one
+
+
+# Whether a BOS is added unless the file says otherwise, and what is put before a text.
+Built = tuple[tokenizers.Tokenizer, bool, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,11 @@ PRE_TOKENIZERS = {      # tokenizer.ggml.pre; behind it, who uses it
 
 def tokenizer_from_gguf(metadata: Fields) -> Tokenizer:
     """ModelError for other tokenizer models, unknown pre-tokenizers and metadata that contradict themselves."""
+    with panics_are_model_errors(metadata.where):
+        return tried_out(_from_gguf(metadata), metadata.where)
+
+
+def _from_gguf(metadata: Fields) -> Tokenizer:
     model = metadata.text("tokenizer.ggml.model")
     if model not in TOKENIZER_MODELS:
         raise metadata.refuse("tokenizer.ggml.model", f"unknown; supported: {', '.join(TOKENIZER_MODELS)}")
@@ -78,16 +88,16 @@ def tokenizer_from_gguf(metadata: Fields) -> Tokenizer:
         field = f"tokenizer.ggml.{field}_token_id"
         if metadata.has(field):
             special_tokens[name] = tokens[_checked_id(metadata, field, len(tokens))]
-    inner, adds_bos = TOKENIZER_MODELS[model](metadata, tokens, special_tokens.get("unk_token"))
+    inner, adds_bos, prefix = TOKENIZER_MODELS[model](metadata, tokens, special_tokens.get("unk_token"))
     _add_marked_tokens(inner, tokens, types)
     bos = special_tokens.get("bos_token") if metadata.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
     eos = special_tokens.get("eos_token") if metadata.flag("tokenizer.ggml.add_eos_token", False) else None
     if bos or eos:
         _wrap_texts(inner, bos, eos)
-    return Tokenizer(inner, special_tokens)
+    return Tokenizer(inner, special_tokens, prefix)
 
 
-def _byte_level_bpe(metadata: Fields, tokens: list[str], unknown: str | None) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level_bpe(metadata: Fields, tokens: list[str], unknown: str | None) -> Built:
     if metadata.text("tokenizer.ggml.pre") not in PRE_TOKENIZERS:
         raise metadata.refuse("tokenizer.ggml.pre", f"unknown; supported: {', '.join(PRE_TOKENIZERS)}")
     if metadata.flag("tokenizer.ggml.add_space_prefix", False):
@@ -97,12 +107,14 @@ def _byte_level_bpe(metadata: Fields, tokens: list[str], unknown: str | None) ->
     inner.pre_tokenizer, inner.decoder = pre.splitter, decoders.ByteLevel()
     if pre.normalizer is not None:
         inner.normalizer = pre.normalizer
-    return inner, pre.adds_bos
+    return inner, pre.adds_bos, ""
 
 
-def _sentencepiece_bpe(metadata: Fields, tokens: list[str], unknown: str | None) -> tuple[tokenizers.Tokenizer, bool]:
-    """A space is spelled U+2581, and one is put before each text; characters without a token become byte tokens."""
-    is_gemma = metadata.text("general.architecture", "").startswith("gemma")
+def _sentencepiece_bpe(metadata: Fields, tokens: list[str], unknown: str | None) -> Built:
+    """A space is spelled U+2581; characters without a token become byte tokens. With a prefix space, one is put before
+    the text; Phi-3 puts one before each piece of text between added tokens."""
+    architecture = metadata.text("general.architecture", "")
+    is_gemma = architecture.startswith("gemma")
     if is_gemma:    # its files spell runs of spaces as such
         tokens = [SPACE * len(text) if text and not text.strip(" ") else text for text in tokens]
     if metadata.has("tokenizer.ggml.merges"):
@@ -112,14 +124,15 @@ def _sentencepiece_bpe(metadata: Fields, tokens: list[str], unknown: str | None)
                                  _numbers(metadata, "tokenizer.ggml.scores", len(tokens)))
     inner = _bpe(metadata, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
+    is_before_each = has_prefix and architecture == "phi3"
     spell = normalizers.Replace(" ", SPACE)
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spell]) if has_prefix else spell
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spell]) if is_before_each else spell
     text = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     inner.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)] if has_prefix else text)
-    return inner, True
+    return inner, True, SPACE if has_prefix and not is_before_each else ""
 
 
-Build = Callable[[Fields, list[str], str | None], tuple[tokenizers.Tokenizer, bool]]
+Build = Callable[[Fields, list[str], str | None], Built]
 TOKENIZER_MODELS: dict[str, Build] = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
 
 
@@ -157,7 +170,7 @@ def _implied_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, s
 
 def _add_marked_tokens(inner: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
     marked = [(text, kind) for text, kind in zip(tokens, types, strict=True) if inner.token_to_id(text) is not None]
-    _add(inner, (text for text, kind in marked if kind == _CONTROL), is_special=True)
+    _add(inner, (text for text, kind in marked if kind in (_UNKNOWN, _CONTROL)), is_special=True)
     _add(inner, (text for text, kind in marked if kind == _USER_DEFINED), is_special=False)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _HF_IGNORED_SUFFIX = ".rotary_emb.inv_freq"     # a buffer of old checkpoints; we compute it
 
+Names = Mapping[str, str | tuple[str, ...]]
 Canonical = dict[str, SourceTensor | NDArray[np.float32]]
 
 
@@ -29,7 +31,8 @@ def weights_from_config(spec: ModelSpec, tensors: Mapping[str, StoredTensor], wh
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_HF_IGNORED_SUFFIX)}
     if spec.has_tied_head and kept.pop(HF_NAMES["head"], None) is not None:
         logger.info("%s: %s is ignored: tie_word_embeddings is true", where, HF_NAMES["head"])
-    weights = _canonical(spec, kept, {**HF_NAMES, **family.hf_names}, where, {})
+    names: Names = {**HF_NAMES, **family.hf_names}
+    weights = _canonical(spec, kept, names, where, {})
     if family.has_offset_norms:
         for name, values in weights.items():
             if name.endswith("norm") and isinstance(values, np.ndarray):
@@ -39,13 +42,11 @@ def weights_from_config(spec: ModelSpec, tensors: Mapping[str, StoredTensor], wh
 
 def weights_from_gguf(spec: ModelSpec, tensors: Mapping[str, StoredTensor], where: str) -> Canonical:
     """Canonical weights of a GGUF file; where its family permutes q and k, row_order undoes that."""
-    family, row_orders = FAMILIES[spec.family], {}
+    family = FAMILIES[spec.family]
     if isinstance(spec.rope_scaling, LongRopeScaling):    # which holds their values
         tensors = {name: tensor for name, tensor in tensors.items() if name not in (LONG_FACTORS, SHORT_FACTORS)}
-    if spec.head_dim % 2 == 0 and family.gguf_permutes_qk and spec.num_layers <= len(tensors):
-        row_orders = {"q": unpermuted_rows(spec.num_heads, spec.head_dim),
-                      "k": unpermuted_rows(spec.num_kv_heads, spec.head_dim)}
-    return _canonical(spec, tensors, {**GGUF_NAMES, **family.gguf_names}, where, row_orders)
+    permuted = {"q": spec.num_heads, "k": spec.num_kv_heads} if family.gguf_permutes_qk else {}
+    return _canonical(spec, tensors, {**GGUF_NAMES, **family.gguf_names}, where, permuted)
 
 
 def unpermuted_rows(num_heads: int, head_dim: int) -> NDArray[np.int64]:
@@ -61,7 +62,7 @@ def expected_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     if spec.has_rope_factors:
         yield "rope_factors", (spec.rotated_dims // 2,)
     for layer in range(spec.num_layers):
-        for name, shape in (*_attention_shapes(spec), *_mlp_shapes(spec)):
+        for name, shape in (*_attention_shapes(spec), *_mlp_shapes(spec, layer)):
             yield f"layers.{layer}.{name}", shape
     yield from _norm("final_norm", spec)
     if not spec.has_tied_head:
@@ -81,14 +82,30 @@ def _attention_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from _norm("attn_post_norm", spec)
 
 
-def _mlp_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp_shapes(spec: ModelSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     if spec.norm_placement != "after":
         yield from _norm("mlp_norm", spec)
-    yield from _linear("gate", spec.intermediate_size, spec.hidden_size, spec.has_mlp_bias)
-    yield from _linear("up", spec.intermediate_size, spec.hidden_size, spec.has_mlp_bias)
-    yield from _linear("down", spec.hidden_size, spec.intermediate_size, spec.has_mlp_bias)
+    if spec.has_experts(layer):
+        yield from _expert_shapes(spec)
+    else:
+        yield from _gated("", spec.intermediate_size, spec, spec.has_mlp_bias)
     if spec.norm_placement != "before":
         yield from _norm("mlp_post_norm", spec)
+
+
+def _expert_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "router", (spec.num_experts, spec.hidden_size)
+    for expert in range(spec.num_experts):
+        yield from _gated(f"experts.{expert}.", spec.expert_intermediate_size, spec)
+    if spec.shared_intermediate_size:
+        yield "shared_router", (1, spec.hidden_size)
+        yield from _gated("shared_", spec.shared_intermediate_size, spec)
+
+
+def _gated(at: str, size: int, spec: ModelSpec, has_bias: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from _linear(at + "gate", size, spec.hidden_size, has_bias)
+    yield from _linear(at + "up", size, spec.hidden_size, has_bias)
+    yield from _linear(at + "down", spec.hidden_size, size, has_bias)
 
 
 def _norm(name: str, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -103,14 +120,21 @@ def _linear(name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> Ite
         yield f"{name}_bias", (num_outputs,)
 
 
-def _canonical(spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Mapping[str, str], where: str,
-               row_orders: Mapping[str, NDArray[np.int64]]) -> Canonical:
+def _canonical(spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Names, where: str,
+               permuted: Mapping[str, int]) -> Canonical:
+    """permuted: weights whose rows come in another order, and how many heads these rows make."""
     if spec.num_layers > len(tensors):      # before any loop over a number the file merely claims
         raise ModelError(f"{where}: {spec.num_layers} layers are declared, the weights hold {len(tensors)} tensors")
+    num_values = sum(prod(tensor.shape) for tensor in tensors.values())
+    if spec.num_layers * spec.num_experts > num_values:
+        raise ModelError(f"{where}: {spec.num_experts} experts are declared in each layer, the weights hold "
+                         f"{num_values} values")
     if spec.head_dim % 2:
         raise ModelError(f"{where}: head_dim {spec.head_dim} is odd; rotary positions need pairs")
-    expected = {name: (_file_name(name, names), shape) for name, shape in expected_shapes(spec)}
+    expected = {name: (_file_name(name, names, tensors), shape) for name, shape in expected_shapes(spec)}
     _refuse_mismatch(expected, tensors, where)
+    # Only now is the size of a head known to be that of a tensor in the file, not a number that fills the memory.
+    row_orders = {name: unpermuted_rows(num_heads, spec.head_dim) for name, num_heads in permuted.items()}
     taken: dict[str, int] = {}      # rows already given out of a tensor that several weights share
     weights: Canonical = {}
     for name, (file_name, shape) in expected.items():
@@ -128,16 +152,19 @@ def _rows(tensor: StoredTensor, first: int, shape: tuple[int, ...]) -> SourceTen
     """Rows [first, first + shape[0]) of a tensor that several weights share."""
     if len(shape) == 1:
         return tensor.to_vector()[first : first + shape[0]]
-    whole = tensor.to_matrix()
-    return replace(whole, num_outputs=shape[0], raw=whole.raw[first : first + shape[0]])
+    return tensor.rows_to_matrix(first, first + shape[0])
 
 
-def _file_name(canonical: str, names: Mapping[str, str]) -> str:
-    layer, name = "", canonical
+def _file_name(canonical: str, names: Names, tensors: Mapping[str, StoredTensor]) -> str:
+    """Of several names the first that the file has; the first of all where it has none, to be missed by it."""
+    layer, expert, name = "", "", canonical
     if canonical.startswith("layers."):
-        _, layer, name = canonical.split(".")
+        _, layer, *rest, name = canonical.split(".")
+        expert, name = (rest[1], "expert_" + name) if rest else ("", name)
     stem = name.removesuffix("_bias")
-    file_name = names[stem].format(i=layer)
+    found = names[stem]
+    choices = [choice.format(i=layer, e=expert) for choice in ((found,) if isinstance(found, str) else found)]
+    file_name = next((choice for choice in choices if choice in tensors), choices[0])
     return file_name if stem == name else file_name.removesuffix(".weight") + ".bias"
 
 
@@ -148,15 +175,19 @@ def _refuse_mismatch(expected: Mapping[str, tuple[str, tuple[int, ...]]], tensor
     surplus = [name for name in tensors if name not in file_names]
     if missing or surplus:
         raise ModelError(f"{where}: tensors missing: {_listed(missing)}; not used by this family: {_listed(surplus)}")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file_name, shape in expected.values():
-        shared = shapes.get(file_name, (0,))
-        shapes[file_name] = (shared[0] + shape[0], *shape[1:])
-    for canonical, (file_name, _) in expected.items():
-        found, shape = tensors[file_name].shape, shapes[file_name]
-        if found != shape:
+    rows, experts = defaultdict[str, int](int), defaultdict[str, set[str]](set)    # of a tensor that weights share
+    for canonical, (file_name, shape) in expected.items():
+        rows[file_name] += shape[0]
+        if ".experts." in canonical:
+            experts[file_name].add(canonical.split(".")[3])
+    for canonical, (file_name, shape) in expected.items():
+        found, num_experts = tensors[file_name].shape, len(experts[file_name]) or 1
+        flat = (rows[file_name], *shape[1:])
+        by_expert = (num_experts, rows[file_name] // num_experts, *shape[1:])
+        if found not in ((flat, by_expert) if ".experts." in canonical else (flat,)):
             field = " (vocab_size against the embedding's rows)" if canonical in ("embed", "head") else ""
-            raise ModelError(f"{where}: tensor {file_name}: shape {list(found)}, the config says {list(shape)}{field}")
+            needed = by_expert if num_experts > 1 else flat
+            raise ModelError(f"{where}: tensor {file_name}: shape {list(found)}, the config says {list(needed)}{field}")
 
 
 def _listed(names: list[str]) -> str:

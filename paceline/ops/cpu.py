@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, InvariantError, ModelError
-from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
+from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput, stacked
 from .machine import usable_cores
 from .program import Program
 
@@ -63,10 +63,12 @@ class CpuBackend:
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         num_inputs = sources[0].num_inputs
         try:
-            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources])
+            payload = self._kernels.pack(form, num_inputs, [(s.source_type, s.raw, s.row_order) for s in sources],
+                                         self.num_threads)
         except ValueError as error:
             raise ModelError(f"{', '.join(s.name for s in sources)}: {error}") from error
-        return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload)
+        return PackedLinear(form, sum(s.num_outputs for s in sources), num_inputs, payload.num_bytes, payload,
+                            stacked(sources))
 
     def unpack(self, packed: PackedLinear) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self._kernels.unpack(packed.payload)
@@ -99,7 +101,7 @@ class CpuRunner:
             return StepOutput(*self._runner.step(
                 batch.token_ids, batch.positions, batch.row_starts, batch.block_tables, batch.wanted, batch.copies,
                 draw.temperature, draw.top_k, draw.top_p, draw.seed, draw.prompt_index, draw.choice_index,
-                draw.position, draw.wants_logprob, wants_logits))
+                draw.position, draw.wants_logprob, draw.extras, wants_logits))
         except ValueError as error:    # an index out of range; nothing has run
             raise InvariantError(f"the step's arrays are wrong: {error}") from error
 

@@ -33,10 +33,11 @@ def dequantize(source: SourceTensor) -> F32:
     if source.source_type not in DEQUANTIZERS:
         raise ModelError(f"{source.name}: type {source.source_type!r} has no dequantiser; known: {list(DEQUANTIZERS)}")
     expected = (source.num_outputs, row_bytes(source.source_type, source.num_inputs))
-    if source.raw.shape != expected:
+    raw = source.raw    # once: some sources make it anew each time
+    if raw.shape != expected:
         raise ModelError(f"{source.name}: {source.source_type} [{source.num_outputs}, {source.num_inputs}] takes "
-                         f"{expected} bytes, the file has {source.raw.shape}")
-    raw = source.raw if source.row_order is None else source.raw[source.row_order]
+                         f"{expected} bytes, the file has {raw.shape}")
+    raw = raw if source.row_order is None else raw[source.row_order]
     values = DEQUANTIZERS[source.source_type](np.ascontiguousarray(raw))
     return np.ascontiguousarray(values.reshape(source.num_outputs, source.num_inputs), dtype=np.float32)
 

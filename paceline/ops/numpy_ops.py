@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dequantize import BF16_NAN, bf16_bits, from_bf16_bits
-from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput
+from .interface import ForwardBatch, KVSpec, PackedLinear, SourceTensor, StepOutput, stacked
 from .numpy_pack import rounded_to_form
 from .numpy_sampler import sample_reference
 from .program import Node, Program
@@ -29,7 +29,7 @@ class NumpyBackend:
 
     def pack(self, sources: Sequence[SourceTensor], form: str) -> PackedLinear:
         values = np.concatenate([rounded_to_form(source, form) for source in sources])
-        return PackedLinear(form, len(values), values.shape[1], values.nbytes, values)
+        return PackedLinear(form, len(values), values.shape[1], values.nbytes, values, stacked(sources))
 
     def unpack(self, packed: PackedLinear) -> F32:
         values: F32 = packed.payload
@@ -52,7 +52,8 @@ class NumpyRunner:
         step = NumpyStep(self.program, self.cache, batch)
         for node in self.program.nodes:
             VERBS[node.verb](step, node)
-        return StepOutput(step.sampled_ids, step.logprobs, step.logits if wants_logits else None)
+        token_ids, logprobs, *best = step.sampled
+        return StepOutput(token_ids, logprobs, step.logits if wants_logits else None, *best)
 
     def poison(self, block_ids: NDArray[np.int32]) -> None:
         """Fills blocks with NaN, so that a test notices whoever reads them."""
@@ -101,11 +102,11 @@ class NumpyStep:
 
     def __init__(self, program: Program, cache: NumpyKVCache, batch: ForwardBatch) -> None:
         self.program, self.cache, self.batch = program, cache, batch
-        num_rows = {"tokens": len(batch.token_ids), "wanted": len(batch.wanted)}
+        num_rows = {"tokens": len(batch.token_ids), "wanted": len(batch.wanted),
+                    "routed": len(batch.token_ids) * program.experts_per_token}
         self.buffers = [np.zeros((num_rows[b.rows], b.width), dtype=np.float32) for b in program.buffers]
         self.row_of_token = np.repeat(np.arange(len(batch.row_starts) - 1), np.diff(batch.row_starts))
-        self.sampled_ids = np.zeros(len(batch.wanted), dtype=np.int32)
-        self.logprobs = np.zeros(len(batch.wanted), dtype=np.float32)
+        self.sampled: tuple[Any, ...] = (np.zeros(len(batch.wanted), np.int32), np.zeros(len(batch.wanted), np.float32))
         self.logits: F32 | None = None
 
     def inputs(self, node: Node) -> list[F32]:
@@ -115,8 +116,8 @@ class NumpyStep:
         assert node.output is not None
         return self.buffers[node.output]
 
-    def matrix(self, node: Node) -> F32:
-        values: F32 = self.program.weights[node.weights[0]].payload
+    def matrix(self, node: Node, index: int = 0) -> F32:
+        values: F32 = self.program.weights[node.weights[index]].payload
         return values
 
     def vector(self, node: Node, index: int = 0) -> F32:
@@ -238,6 +239,13 @@ def add(step: NumpyStep, node: Node) -> None:
     x += y if "scale" not in node.attrs else y * np.float32(node.attrs["scale"])
 
 
+def add_gated(step: NumpyStep, node: Node) -> None:
+    x, y, gate = step.inputs(node)
+    for t in range(len(x)):
+        with np.errstate(over="ignore"):    # exp(-gate) = inf: the gate is shut
+            x[t] += y[t] / (np.float32(1) + np.exp(-gate[t]))
+
+
 def scale(step: NumpyStep, node: Node) -> None:
     step.output(node)[:] *= np.float32(node.attrs["factor"])
 
@@ -248,6 +256,49 @@ def softcap(step: NumpyStep, node: Node) -> None:
         x[t] = np.tanh(x[t] / cap) * cap
 
 
+def route(step: NumpyStep, node: Node) -> None:
+    (logits,), routes, k = step.inputs(node), step.output(node), step.attr(node, "top_k")
+    for t in range(len(logits)):
+        routes[t, :k], routes[t, k:] = chosen_experts(logits[t], k, bool(node.attrs["renormalise"]))
+
+
+def chosen_experts(logits: F32, k: int, renormalise: bool) -> tuple[NDArray[np.int64], F32]:
+    """Ids of the k experts, ascending, and their shares."""
+    chosen = np.sort(np.argsort(-logits, kind="stable")[:k])
+    with np.errstate(invalid="ignore"):    # a logit that is not finite makes all shares NaN, and the token's row
+        shares = np.exp(logits - logits.max())
+        shares = (shares / shares.sum())[chosen]
+    return chosen, shares / shares.sum() if renormalise else shares
+
+
+def routed_order(routes: F32) -> NDArray[np.int64]:
+    """What each routed row is, as token * k + rank of the expert among the token's."""
+    return np.argsort(routes[:, : routes.shape[1] // 2].reshape(-1), kind="stable")
+
+
+def gather_routed(step: NumpyStep, node: Node) -> None:
+    (x, routes), y = step.inputs(node), step.output(node)
+    y[:] = x[routed_order(routes) // (routes.shape[1] // 2)]
+
+
+def expert_linear(step: NumpyStep, node: Node) -> None:
+    (x, routes), y, first = step.inputs(node), step.output(node), step.attr(node, "out_column")
+    experts = np.sort(routes[:, : routes.shape[1] // 2].reshape(-1)).astype(np.int64)
+    for r, expert in enumerate(experts):
+        weight = step.matrix(node, expert)
+        y[r, first : first + len(weight)] = weight @ x[r]
+
+
+def combine_routed(step: NumpyStep, node: Node) -> None:
+    (x, routes), y = step.inputs(node), step.output(node)
+    k = routes.shape[1] // 2
+    row_of_choice = np.argsort(routed_order(routes)).reshape(-1, k)
+    for t in range(len(y)):
+        y[t] = 0
+        for rank in range(k):
+            y[t] += routes[t, k + rank] * x[row_of_choice[t, rank]]
+
+
 def select_wanted(step: NumpyStep, node: Node) -> None:
     (x,) = step.inputs(node)
     step.output(node)[:] = x[step.batch.wanted]
@@ -255,10 +306,11 @@ def select_wanted(step: NumpyStep, node: Node) -> None:
 
 def sample(step: NumpyStep, node: Node) -> None:
     (step.logits,) = step.inputs(node)
-    step.sampled_ids, step.logprobs = sample_reference(step.logits, step.batch.sampling)
+    step.sampled = sample_reference(step.logits, step.batch.sampling)
 
 
 VERBS: dict[str, Callable[[NumpyStep, Node], None]] = {
     f.__name__: f for f in (embed, rms_norm, layer_norm, rms_norm_slices, linear, rope_write_kv, paged_attention,
-                            silu_mul, gelu_tanh_mul, add, scale, softcap, select_wanted, sample)
+                            silu_mul, gelu_tanh_mul, add, add_gated, scale, softcap, route, gather_routed,
+                            expert_linear, combine_routed, select_wanted, sample)
 }

@@ -1,7 +1,8 @@
 """The recorded program: verbs over buffers, written once at load by model/decoder.py and run every step.
 
-A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T) or the tokens whose logits are wanted
-("wanted", W). The verbs, with their inputs -> output:
+A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T), the tokens whose logits are wanted
+("wanted", W) or the tokens once for each of the k experts chosen for them ("routed", T k, by expert, then by token).
+The verbs, with their inputs -> output:
 
   embed            weight packed [V, H]                       -> x [T, H]      x[t] = weight[token_ids[t]]
   rms_norm         x [*, H], weight f32 [H], eps              -> y [*, H]      y = x / sqrt(mean(x^2) + eps) * weight
@@ -21,8 +22,17 @@ A buffer is float32 [rows, width], rows being the step's tokens ("tokens", T) or
   silu_mul         gate_up [T, 2 I]                           -> y [T, I]      y = silu(gate) * up
   gelu_tanh_mul    gate_up [T, 2 I]                           -> y [T, I]      y = gelu_tanh(gate) * up
   add              x [T, H], y [T, H]                         -> x             x += scale * y, scale 1 unless given
+  add_gated        x [T, H], y [T, H], gate [T, 1]            -> x             x += sigmoid(gate) * y
   scale            x [*, H], factor                           -> x             x *= factor
   softcap          x [*, H], cap                              -> x             x = cap * tanh(x / cap)
+  route            logits [T, E], top_k k, renormalise        -> routes [T, 2 k]
+                   ids of the experts with the k largest logits, ascending (of equal logits the lowest ids), then their
+                   shares: softmax over all E logits, divided by the sum of the k where renormalise is 1
+  gather_routed    x [T, H], routes                           -> y [T k, H]    each token's row, for every expert it has
+  expert_linear    x [T k, K], routes, E x packed [N, K]      -> columns [out_column, out_column + N) of y [T k, M]
+                   a row times the weight of its expert
+  combine_routed   x [T k, H], routes                         -> y [T, H]      a token's rows times their shares, added
+                   up in the order of the experts' ids
   select_wanted    x [T, H]                                   -> y [W, H]
   sample           logits [W, V]                              -> (token ids and log-probabilities of the step)
 
@@ -37,14 +47,15 @@ from typing import Any
 
 VERBS = (
     "embed", "rms_norm", "layer_norm", "rms_norm_slices", "linear", "rope_write_kv", "paged_attention", "silu_mul",
-    "gelu_tanh_mul", "add", "scale", "softcap", "select_wanted", "sample",
+    "gelu_tanh_mul", "add", "add_gated", "scale", "softcap", "route", "gather_routed", "expert_linear",
+    "combine_routed", "select_wanted", "sample",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     buffer_id: int
-    rows: str      # "tokens" or "wanted"
+    rows: str      # "tokens", "wanted" or "routed"
     width: int
 
 
@@ -82,6 +93,11 @@ class Program:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+
+    @property
+    def experts_per_token(self) -> int:
+        """The k of every route verb; 0 without one."""
+        return max((int(node.attrs["top_k"]) for node in self.nodes if node.verb == "route"), default=0)
 
 
 class ProgramRecorder:
@@ -136,11 +152,28 @@ class ProgramRecorder:
     def add(self, x: Buffer, y: Buffer, scale: float = 1.0) -> Buffer:
         return self._add("add", (x, y), x, (), **({} if scale == 1.0 else {"scale": scale}))
 
+    def add_gated(self, x: Buffer, y: Buffer, gate: Buffer) -> Buffer:
+        return self._add("add_gated", (x, y, gate), x)
+
     def scale(self, x: Buffer, factor: float) -> Buffer:
         return self._add("scale", (x,), x, (), factor=factor)
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         return self._add("softcap", (x,), x, (), cap=cap)
+
+    def route(self, logits: Buffer, top_k: int, renormalise: bool, out: Buffer) -> Buffer:
+        return self._add("route", (logits,), out, (), top_k=top_k, renormalise=int(renormalise))
+
+    def gather_routed(self, x: Buffer, routes: Buffer, out: Buffer) -> Buffer:
+        return self._add("gather_routed", (x, routes), out)
+
+    def expert_linear(self, x: Buffer, routes: Buffer, weights: tuple[str, ...], out: Buffer,
+                      out_column: int = 0) -> Buffer:
+        """weights: one for each expert, by id."""
+        return self._add("expert_linear", (x, routes), out, weights, out_column=out_column)
+
+    def combine_routed(self, x: Buffer, routes: Buffer, out: Buffer) -> Buffer:
+        return self._add("combine_routed", (x, routes), out)
 
     def select_wanted(self, x: Buffer, out: Buffer) -> Buffer:
         return self._add("select_wanted", (x,), out)

@@ -15,8 +15,17 @@ from numpy.typing import NDArray
 
 from ..clock import Clock
 from ..errors import InvariantError
-from ..ops.interface import KVSpec, StepOutput, StepRunner
-from ..sched.plan import KVLayout, LastSampled, RowResult, SchedulerOutput, StepResult, Ticket
+from ..ops.interface import KVSpec, SamplingExtras, StepOutput, StepRunner
+from ..sched.plan import (
+    KVLayout,
+    LastSampled,
+    RowResult,
+    SchedulerOutput,
+    ScoredToken,
+    StepResult,
+    Ticket,
+    TopLogprobs,
+)
 from .batch import BatchBuilder
 
 
@@ -26,6 +35,7 @@ class FinishedStep:
 
     plan: SchedulerOutput
     output: StepOutput
+    extras: SamplingExtras | None
     duration_seconds: float
     without_input: frozenset[str] = frozenset()    # rows that went on from a draw that had failed
 
@@ -48,14 +58,15 @@ class ModelExecutor:
         output = self._runner.step(batch, self._keep_logits)
         self.last_logits = output.logits
         self._last_sampled = _last_tokens(plan, output)
-        return FinishedStep(plan, output, self._clock.now() - started_at, without_input)
+        duration_seconds = self._clock.now() - started_at
+        return FinishedStep(plan, output, batch.sampling.extras, duration_seconds, without_input)
 
     def collect(self, ticket: Ticket) -> StepResult:
         """A row whose logits were not finite says so in its result; rows do not see each other, so the rest holds."""
         if not isinstance(ticket, FinishedStep):
             raise InvariantError(f"not a ticket of this executor: {ticket!r}")
         plan, output = ticket.plan, ticket.output
-        rows = _row_results(plan, output)
+        rows = _row_results(plan, output, ticket.extras)
         if ticket.without_input or (len(output.token_ids) and output.token_ids.min() < 0):
             rows = tuple(_checked(row, ticket.without_input) for row in rows)
         return StepResult(plan.step_id, rows, ticket.duration_seconds,
@@ -72,17 +83,33 @@ class ModelExecutor:
         self._runner.close()
 
 
-def _row_results(plan: SchedulerOutput, output: StepOutput) -> tuple[RowResult, ...]:
+def _row_results(plan: SchedulerOutput, output: StepOutput, extras: SamplingExtras | None) -> tuple[RowResult, ...]:
     token_ids, logprobs = output.token_ids.tolist(), output.logprobs.tolist()
+    best = _best_tokens(output, extras) if extras is not None else {}
     results: list[RowResult] = []
     start = 0
     for row in plan.rows:
+        scored: tuple[ScoredToken, ...] = ()
+        if row.scored is not None:
+            first, start = start, start + row.num_scored
+            scored = tuple(ScoredToken(token_ids[at], logprobs[at], best[at]) for at in range(first, start))
         end = start + len(row.logits_offsets)
-        has_logprobs = row.sampling is not None and row.sampling.params.logprobs
-        results.append(RowResult(row.request_id, tuple(token_ids[start:end]),
-                                 tuple(logprobs[start:end]) if has_logprobs else None))
+        num_top = None if row.sampling is None else row.sampling.params.logprobs
+        results.append(RowResult(
+            row.request_id, tuple(token_ids[start:end]), None if num_top is None else tuple(logprobs[start:end]),
+            top_logprobs=tuple(best[at] for at in range(start, end)) if num_top else None, scored=scored))
         start = end
     return tuple(results)
+
+
+def _best_tokens(output: StepOutput, extras: SamplingExtras) -> dict[int, TopLogprobs]:
+    """By wanted position, of those that have an entry in the extras."""
+    if output.top_ids is None or output.top_logprobs is None:
+        raise InvariantError("a batch with extras brought no best tokens")
+    rows = zip(extras.rows.tolist(), extras.num_top.tolist(), output.top_ids.tolist(), output.top_logprobs.tolist(),
+               strict=True)
+    return {row: tuple(one for one in list(zip(ids, logprobs, strict=True))[:num_top] if one[0] >= 0)
+            for row, num_top, ids, logprobs in rows}
 
 
 def _last_tokens(plan: SchedulerOutput, output: StepOutput) -> dict[str, int]:
@@ -91,7 +118,7 @@ def _last_tokens(plan: SchedulerOutput, output: StepOutput) -> dict[str, int]:
     last: dict[str, int] = {}
     end = 0
     for row in plan.rows:
-        end += len(row.logits_offsets)
+        end += len(row.logits_offsets) + row.num_scored
         if row.logits_offsets:
             last[row.request_id] = token_ids[end - 1]
     return last
@@ -110,6 +137,6 @@ def _checked(row: RowResult, without_input: frozenset[str]) -> RowResult:
     """The row, or its failure where it has no usable token."""
     if row.request_id in without_input:
         return RowResult(row.request_id, failure="the step before this one drew no token")
-    if any(token_id < 0 for token_id in row.token_ids):
+    if min((*row.token_ids, *(one.token_id for one in row.scored)), default=0) < 0:
         return RowResult(row.request_id, failure="the model's logits are not finite")
     return row

@@ -41,6 +41,15 @@ def check_weights_memory(weights_bytes: int, available_bytes: int | None = None)
                           "choose a smaller dtype (int8, int4) or model")
 
 
+def check_tables_memory(num_positions: int, rotated_dims: int, available_bytes: int | None = None) -> None:
+    """Refuses a context whose rotary tables (float32) will not fit: what a damaged config may claim is any number."""
+    available = available_memory_bytes() if available_bytes is None else available_bytes
+    table_bytes = 4 * num_positions * rotated_dims
+    if available is not None and table_bytes > available:
+        raise ConfigError(f"the rotary tables of {num_positions} positions take {table_bytes} bytes, {available} bytes "
+                          "are available; lower max_model_len")
+
+
 def check_kv_memory(kv: KVSpec, available_bytes: int | None = None) -> None:
     """Refuses a pool larger than the memory that is free now (weights loaded). available_bytes: for tests; default:
     what the machine and its control groups say."""

@@ -21,7 +21,8 @@ from .choices import Choices, choice_id
 from .counters import Counters
 from .deadlines import Deadlines
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
-from .limits import Limits, check_fits
+from .limits import Limits, check_fits, parent_of_fork
+from .lookback import has_unscored, history_of, news_of_scores, num_tokens_within, sampling_ref_of, scored_by
 from .ordering import OrderingKey, WaitQueue
 from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import (
@@ -99,12 +100,7 @@ class Scheduler:
 
         It brings the parent's tokens; those the parent has computed are not computed again.
         """
-        parent = self._requests.get(parent_id)
-        if parent is None or parent.status is not RequestStatus.RUNNING:
-            raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
-        num_shared = parent.num_computed_tokens
-        if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
-            raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
+        parent = parent_of_fork(self._requests, parent_id, child)
         check_fits(child.num_tokens, None, self.limits)
         self._refuse_taken_id(child.request_id)
         self._choices.add(parent_id, child.request_id)
@@ -167,14 +163,17 @@ class Scheduler:
             if step.budget_left == 0:
                 break
             num_decodes_behind -= request.num_uncomputed_tokens == 1
-            num_wanted = self._num_tokens_to_run(request)
+            num_wanted = self._num_tokens_to_run(request, step)
             num_new_tokens = self.policies.chunking(view, num_wanted, step.budget_left, num_decodes_behind)
             if num_new_tokens and self._make_room(request, num_new_tokens, view, step):
                 self._add_row(request, num_new_tokens, step)
 
-    def _num_tokens_to_run(self, request: Request) -> int:
+    def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
-        return request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        num_tokens = request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        if request.sampling.prompt_logprobs is None:
+            return num_tokens
+        return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
         """Frees blocks behind the request until it can go on. False where it must itself wait."""
@@ -211,7 +210,7 @@ class Scheduler:
             if step.refusal is not None:
                 return                                      # nobody passes the head: nobody starves
             self._start(request, hit, view)
-            num_wanted = self._num_tokens_to_run(request)
+            num_wanted = self._num_tokens_to_run(request, step)
             self._add_row(request, self.policies.chunking(view, num_wanted, step.budget_left, 0), step)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
 
@@ -225,7 +224,9 @@ class Scheduler:
             return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
         if step.budget_left == 0:
             return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
-        hit = self.kv.look_up(request)
+        if step.scored_left == 0 and has_unscored(request):
+            return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)
+        hit = MISS if has_unscored(request) else self.kv.look_up(request)
         return hit, self.policies.admission(view, request, hit)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
@@ -243,6 +244,7 @@ class Scheduler:
         start = request.num_computed_tokens
         is_sampled = start + num_new_tokens == request.num_tokens
         offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
+        ref = self._sampling_refs[request.request_id]
         step.add_row(
             ScheduledRequest(
                 request_id=request.request_id,
@@ -250,7 +252,9 @@ class Scheduler:
                 token_ids=request.token_ids(start, start + num_new_tokens),
                 block_ids=request.block_tables,
                 logits_offsets=offsets if is_sampled else (),
-                sampling=self._sampling_refs[request.request_id] if is_sampled else None,
+                sampling=ref if is_sampled else None,
+                history=history_of(request) if is_sampled and ref.looks_back else None,
+                scored=None if ref.is_plain else scored_by(request, num_new_tokens),
             )
         )
 
@@ -290,7 +294,10 @@ class Scheduler:
         self.kv.computed(request)
         self._counters.computed(request, start, end)
         if row.sampling is None:
+            outputs += news_of_scores(request, row, result)
             return
+        if row.scored is not None:
+            news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
@@ -298,8 +305,7 @@ class Scheduler:
             self._end(request, finish, now)
             self.observations.num_finished += 1
             self.observations.num_finished_output_tokens += request.num_output_tokens
-        logprobs = None if result.logprobs is None else result.logprobs[:num_taken]
-        outputs.append(output_of(request, result.token_ids[:num_taken], logprobs))
+        outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
 
     def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
         """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
@@ -326,9 +332,7 @@ class Scheduler:
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
         self._deadlines.watch(request)
-        self._sampling_refs[request.request_id] = SamplingRef(
-            request.sampling, request.prompt_index, request.choice_index
-        )
+        self._sampling_refs[request.request_id] = sampling_ref_of(request, self._finish_rules.eos_token_ids)
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
         request.status = RequestStatus.RUNNING

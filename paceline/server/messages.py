@@ -3,10 +3,12 @@
 Decisions: text parts go to the template, which takes them or gets them joined by newlines. `developer` is read as
 `system`, which every template knows. A last message of the assistant is continued (no new turn is opened after it),
 unless add_generation_prompt says otherwise; two of them in a row are refused. Images, audio, tool calls: refused.
+Reasoning that a client sends back goes to the template, which knows what to keep of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, Unsupported
@@ -19,16 +21,18 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant")
 TOOL_ROLES = ("tool", "function")
 MAX_MESSAGES = 10_000
-MESSAGE_KEYS = ("role", "content", "name")
+MESSAGE_KEYS = ("role", "content", "name", "reasoning_content")
 NEUTRAL_KEYS: dict[str, tuple[Any, ...]] = {    # what clients send back from an earlier answer, asking for nothing
     "refusal": ("",),
     "annotations": ([],),
     "audio": (),
     "function_call": (),
     "tool_calls": ([],),
-    "reasoning_content": ("",),
 }
-END_OF_FINAL = "\ue000paceline:end-of-final-message\ue000"    # private-use characters: no template emits them
+RESERVED_VARIABLES = {    # of chat_template_kwargs: what the request says elsewhere
+    "messages": "send them as the request's field", "tools": "tools are not supported",
+    "add_generation_prompt": "send it as the request's field",
+    "continue_final_message": "send it as the request's field"}
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -62,6 +66,12 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value["name"], str):
             raise RequestError(f"{name}.name: must be a string, got {shown(value['name'])}", "messages")
         message["name"] = value["name"]
+    reasoning = value.get("reasoning_content")
+    if reasoning not in (None, ""):
+        if not isinstance(reasoning, str) or message["role"] != "assistant":
+            wanted = f"must be a string, of the assistant, got {shown(reasoning)}"
+            raise RequestError(f"{name}.reasoning_content: {wanted}", "messages")
+        message["reasoning_content"] = reasoning
     return message
 
 
@@ -95,6 +105,7 @@ def _read_part(name: str, part: Any) -> dict[str, str]:
 def num_chars_of(messages: list[dict[str, Any]]) -> int:
     contents = [one["content"] for one in messages]
     texts = [one for one in contents if isinstance(one, str)]
+    texts += [one["reasoning_content"] for one in messages if "reasoning_content" in one]
     texts += [part["text"] for one in contents if not isinstance(one, str) for part in one]
     return sum(map(len, texts))
 
@@ -117,22 +128,20 @@ def turn_flags(
     return add_generation_prompt, continue_final_message
 
 
-def render(template: ChatTemplate, messages: list[dict[str, Any]], flags: tuple[bool, bool]) -> str:
-    """The prompt's text. A continued message is rendered with a mark behind it, and the text is cut at the mark."""
-    add_generation_prompt, continue_final_message = flags
-    if not continue_final_message:
-        return template.render(messages, add_generation_prompt)
-    text = template.render([*messages[:-1], _marked(messages[-1])], False)
-    head, mark, _ = text.rpartition(END_OF_FINAL)
-    if not mark:
-        message = "continue_final_message: this model's chat template does not show the last message"
-        raise RequestError(message, "continue_final_message")
-    return head
+def read_variables(value: dict[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs. Their values are the template's affair, their names must not be those of others."""
+    for name in value or {}:
+        if name in RESERVED_VARIABLES:
+            where = f"chat_template_kwargs.{shown(name)}"
+            raise RequestError(f"{where}: not a variable of the template; {RESERVED_VARIABLES[name]}",
+                               "chat_template_kwargs")
+    return value or {}
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    if isinstance(content, str):
-        return message | {"content": content + END_OF_FINAL}
-    last = {"type": "text", "text": content[-1]["text"] + END_OF_FINAL}
-    return message | {"content": [*content[:-1], last]}
+def unread_variables(variables: Mapping[str, Any], template: ChatTemplate, is_strict: bool) -> tuple[str, ...]:
+    """Variables that mean nothing to the template, as fields would be called. A strict server refuses them."""
+    unread = tuple(f"chat_template_kwargs.{name}" for name in variables if not template.reads(name))
+    if unread and is_strict:
+        message = f"{shown(unread[0])}: the chat template reads no such variable, and this server refuses those"
+        raise RequestError(message, "chat_template_kwargs")
+    return unread

@@ -7,7 +7,7 @@ completions carry them in the choice, chats beside `choices`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -40,8 +40,8 @@ class EventsWithTokenIds(ChunkEvents):
     def role(self, index: int) -> bytes:
         return self._with_ids(super().role(index), index, is_text=False)
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._with_ids(super().text(index, text), index)
+    def text(self, index: int, text: str, logprobs: Mapping[str, Any] | None = None) -> bytes:
+        return self._with_ids(super().text(index, text, logprobs), index)
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._with_ids(super().finish(index, reason), index)

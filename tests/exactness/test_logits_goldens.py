@@ -20,7 +20,7 @@ TOLERANCE = 1e-3    # absolute, of logits that reach 30: two float32 sums of 576
 def test_f32_logits_equal_the_goldens(path: str) -> None:
     loaded = load_model(ModelConfig(dtype="f32", kv_dtype="f32", isa=path, max_model_len=256))
     engine = assemble(loaded, CacheConfig(num_kv_blocks=64), SchedulerConfig(), keep_logits=True)
-    with llm_around(engine, "smollm2") as llm:
+    with llm_around(engine, ModelConfig()) as llm:
         for index in range(len(PROMPTS) if path != "numpy" else 4):
             prompt = [int(token_id) for token_id in GOLDENS[f"{index}.prompt"]]
             llm.generate([prompt], max_tokens=1, temperature=0, show_progress=False)

@@ -7,7 +7,9 @@ Weights are stored in BF16 and every one is random, norms and biases too, so tha
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,8 @@ def random_values(name: str, parameter: Any) -> Any:
     import torch
 
     noise = torch.randn(parameter.shape)
-    if parameter.ndim == 2:
-        return noise * (1.0 if "embed" in name else 1.5 / parameter.shape[1] ** 0.5)
+    if parameter.ndim >= 2:    # 3: all experts of a layer
+        return noise * (1.0 if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5)
     is_weight_near_one = "norm" in name and name.endswith("weight") and not bool((parameter == 0).all())
     return 0.2 * noise + (1.0 if is_weight_near_one else 0.0)
 
@@ -64,13 +66,11 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 def write(directory: Path, model: Any, logits: Any, greedy: list[int]) -> None:
     import torch
-    from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    save_file(state, directory / "model.safetensors")
+    with tempfile.TemporaryDirectory() as saved:    # under the names of checkpoints, which differ from those in memory
+        model.to(torch.bfloat16).save_pretrained(saved)
+        shutil.copy(Path(saved) / "model.safetensors", directory)
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     (directory / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     byte_tokenizer().save(str(directory / "tokenizer.json"))

@@ -6,7 +6,8 @@ The vocabularies are small ones, trained here on the same texts without any spli
 a pre-tokenizer may draw and a wrong border changes the ids. The reference is transformers' own conversion of GGUF
 metadata (transformers.integrations.gguf), with three things set as the published tokenizer.json files have them, which
 that conversion leaves out: ignore_merges of Llama 3, Unicode normalisation (NFC) of Qwen2, and for "llama" files the
-prefix space by a normalizer, as in Llama 2 and Mistral ("phi3" there).
+prefix space before a text that begins with a space already, by a normalizer, as in Llama 2 and Mistral ("phi3" there).
+For texts with added tokens inside ("special_ids") that conversion is the reference as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from . import nasty
 GOLDEN_PATH = Path(__file__).with_name("gguf_tokenizers.json")
 BYTE_LEVEL = ("gpt-2", "smollm", "llama-bpe", "smaug-bpe", "dbrx", "gpt-4o", "qwen2")
 SENTENCEPIECE = ("llama", "gemma2")     # general.architecture
+SPECIAL_KINDS = (*SENTENCEPIECE, "phi3")
 WHOLE = "supercalifragilisticexpialidocious"
 SPECIALS = ["<unk>", "<s>", "</s>"]
 
@@ -70,12 +72,20 @@ def reference_ids(model: str, kind: str, vocabulary: dict[str, Any]) -> list[lis
     return [inner.encode(text, add_special_tokens=False).ids for text in nasty.TEXTS]
 
 
+def special_ids(kind: str, vocabulary: dict[str, Any]) -> list[list[int]]:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
+    inner, _ = convert_gguf_tokenizer(kind, {"tokenizer_type": "llama", **vocabulary})
+    return [inner.encode(text, add_special_tokens=False).ids for text in nasty.SPECIAL_TEXTS]
+
+
 def made() -> dict[str, Any]:
     byte_level, sentencepiece = byte_level_vocabulary(), sentencepiece_vocabulary()
     return {
         "gpt2": {**byte_level, "ids": {kind: reference_ids("gpt2", kind, byte_level) for kind in BYTE_LEVEL}},
         "llama": {**sentencepiece, "ids": {kind: reference_ids("llama", kind, sentencepiece)
-                                           for kind in SENTENCEPIECE}}}
+                                           for kind in SENTENCEPIECE},
+                  "special_ids": {kind: special_ids(kind, sentencepiece) for kind in SPECIAL_KINDS}}}
 
 
 def main() -> None:

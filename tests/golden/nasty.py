@@ -29,6 +29,12 @@ TEXTS = [
     "ﬁ ligature ﬀ", "Å Å", "ｆｕｌｌｗｉｄｔｈ", "mixed 中文 and English 123 和 数字", "ᚠᛇᚻ ᛫ ᛒᛦᚦ", "𝓗𝓮𝓵𝓵𝓸", "a\u0000b",
 ]
 
+# Texts with the added tokens of the SentencePiece vocabulary inside.
+SPECIAL_TEXTS = [
+    "text", "<s>text", "<s> text", "<s>", "<s><s>a b", "a<s>text", "a <s> b", "</s>b c", "a</s>  b", "<s>\ntext",
+    "<think>hello</think> x", "x <think> y<think>", "<unk>x", "x<unk> <think>y", "<s>Hello, world!</s><s> Hi </s>",
+]
+
 LLAMA3_LIKE = (
     "{{- bos_token }}{%- if tools is not none %}{{- 'tools: ' }}{%- for t in tools %}{{- t | tojson(indent=4) }}\n"
     "{%- endfor %}{%- endif %}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + "

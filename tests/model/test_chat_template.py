@@ -13,11 +13,12 @@ import pytest
 from paceline.errors import ModelError, RequestError, Unsupported
 from paceline.model.chat_template import ChatTemplate, require_chat_template
 from paceline.model.loader import open_model
-from tests.golden import nasty
+from tests.golden import chat_cases, nasty
 
 from . import tiny
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_tokenizer.json").read_text())
+CHAT_GOLDEN = json.loads(chat_cases.GOLDEN_PATH.read_text())["rows"]
 USER = [{"role": "user", "content": "x"}]
 SPECIALS = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>",
             "pad_token": "<|im_end|>"}
@@ -35,8 +36,29 @@ def test_prompts_equal_transformers(golden: dict[str, Any]) -> None:
         assert template.render(*arguments) == golden["prompt"]
 
 
-def render(source: str, messages: Any = USER, **variables: Any) -> str:
-    return ChatTemplate(source).render(messages, True, **variables)
+@pytest.mark.parametrize("name", chat_cases.TEMPLATES)
+def test_every_template_renders_as_transformers_does(name: str) -> None:
+    template = ChatTemplate(chat_cases.TEMPLATES[name], chat_cases.SPECIALS, now=lambda: chat_cases.NOW)
+    rows = [row for row in CHAT_GOLDEN if row["template"] == name]
+    assert len(rows) > 20
+    for row in rows:
+        case = chat_cases.CASES[row["case"]]
+        arguments = (case["messages"], row["mode"] == "open", case.get("tools"), case.get("variables"),
+                     row["mode"] == "continued")
+        if row["prompt"] is None:
+            with pytest.raises(RequestError):
+                template.render(*arguments)
+        else:
+            assert template.render(*arguments) == row["prompt"], (row["case"], row["mode"])
+
+
+def test_the_goldens_cover_every_template_and_every_case() -> None:
+    assert [(row["template"], row["case"], row["mode"]) for row in CHAT_GOLDEN] == [
+        (row["template"], row["case"], row["mode"]) for row in chat_cases.rows()]
+
+
+def render(source: str, messages: Any = USER) -> str:
+    return ChatTemplate(source).render(messages, True)
 
 
 @pytest.mark.parametrize("source", [
@@ -60,12 +82,50 @@ def test_a_template_that_misbehaves_is_a_bad_request(source: str) -> None:
     "{% set ns = namespace(x='aa') %}{% for i in range(999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "{% set ns = namespace(x='aa') %}{% for i in range(999) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "{% set ns = namespace(x=[1]) %}{% for i in range(999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=9) %}{% for i in range(999) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(100000) %}{% set x = 'a' * 10 ** 6 %}{% endfor %}",
+    *(f"{{% set ns = namespace(x='aa') %}}{{% for i in range(999) %}}{{% set ns.x = {grown} %}}{{% endfor %}}"
+      for grown in ("ns.x | replace('a', 'aa')", "ns.x.replace('a', 'aa')", "ns.x.join('aaaa')", "[ns.x] * 3 | join",
+                    "['a', 'a', 'a'] | join(ns.x)", "'%s%s' | format(ns.x, ns.x)", "'%s%s' % (ns.x, ns.x)",
+                    "'%(a)s%(a)s' % {'a': ns.x}", "'{}{}'.format(ns.x, ns.x)", "'{x}{x}'.format_map({'x': ns.x})",
+                    "ns.x.translate({97: ns.x})", "ns.x | wordwrap(1, wrapstring=ns.x)", "ns.x | indent(ns.x, true)",
+                    "('www.a.com ' * 9) | urlize(target=ns.x)")),
+    *("{{ " + huge + " }}" for huge in (
+        "'a' | center(10 ** 10)", "'a'.ljust(10 ** 10)", "'a'.rjust(10 ** 10)", "'a'.zfill(10 ** 10)",
+        "'\\t'.expandtabs(10 ** 10)", "'a' | indent(10 ** 10)", "'%10000000000d' % 1", "'%*d' % (10 ** 10, 1)",
+        "'%10000000000d' | format(1)", "'{:>10000000000}'.format(1)", "'{:>{}}'.format(1, 10 ** 10)",
+        "[1] | batch(10 ** 10) | list",
+        "[1] | slice(10 ** 10) | list", "1.5 | round(10 ** 10, 'ceil')", "messages | tojson(indent=10 ** 10)",
+        "'{0.a[{1}]}'.format(1, 10 ** 10)", "lipsum(10 ** 10)")),
 ])
 def test_a_template_that_never_ends_is_stopped(source: str) -> None:
     started = time.perf_counter()
     with pytest.raises(RequestError):
         render(source)
     assert time.perf_counter() - started < 10
+
+
+def test_a_template_has_ten_seconds_whatever_it_does_with_them() -> None:
+    seconds = iter(range(1000))
+    slow = ChatTemplate("{% for i in range(100) %}{{ i }} {% endfor %}", monotonic=lambda: float(next(seconds)))
+    with pytest.raises(RequestError, match="ran for more than 10 seconds"):
+        slow.render(USER, True)
+    assert next(seconds) == 12      # asked once at the start and on each turn
+
+
+def test_what_only_looks_large_is_rendered() -> None:
+    source = "{{ '100% * 2' }} {{ '%5.2f|%-3s|%%' % (2.5, 'x') }} {{ '{{{0:>3}}} {1}'.format(7, 'y') }} " \
+             "{{ 'a,b'.split(',') | join('; ') }} {{ 'a\nb' | indent(2) }} {{ 2.345 | round(2) }} " \
+             "{{ [1, 2, 3] | batch(2) | list }}"
+    assert render(source) == "100% * 2  2.50|x  |% {  7} y a; b a\n  b 2.35 [[1, 2], [3]]"
+
+
+def test_a_long_chat_is_far_from_the_bounds() -> None:
+    """The slowest way a template may put a prompt together, on ten thousand messages."""
+    source = "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m.content %}{% endfor %}" \
+             "{{ ns.x }}"
+    assert render(source, [{"role": "user", "content": "x" * 50}] * 10_000) == "x" * 500_000
 
 
 def test_the_budget_of_loops_is_per_render() -> None:
@@ -110,7 +170,7 @@ def test_null_content_is_left_out_or_empty() -> None:
 def test_variables_and_the_clock_reach_the_template() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }} {{ bos_token }} {{ enable_thinking }}", SPECIALS,
                             now=lambda: datetime(2026, 2, 3))
-    assert template.render(USER, True, enable_thinking=False) == "03 Feb 2026 <|im_start|> False"
+    assert template.render(USER, True, variables={"enable_thinking": False}) == "03 Feb 2026 <|im_start|> False"
 
 
 def test_a_template_for_tools_is_chosen_when_there_are_tools() -> None:

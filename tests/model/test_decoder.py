@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from paceline.errors import ConfigError, ModelError
-from paceline.model.decoder import estimated_weights_bytes, form_of, record_decoder, weights_bytes
+from paceline.model.decoder import (
+    estimated_weights_bytes,
+    form_of,
+    num_active_weights,
+    num_matrix_weights,
+    record_decoder,
+    weights_bytes,
+)
+from paceline.model.dummy import DUMMY_SPECS
 from paceline.model.rope import rope_table
 from paceline.model.spec import ModelSpec, Weights
 from paceline.ops.dequantize import dequantize
 from paceline.ops.numpy_ops import NumpyBackend
-from tests.runner.helpers import BACKENDS, Generation, generate, kv_of, make_executor, prompt, random_weights, tiny_spec
+from tests.runner.helpers import (
+    BACKENDS,
+    Generation,
+    encoded,
+    generate,
+    kv_of,
+    make_executor,
+    prompt,
+    random_weights,
+    tiny_spec,
+)
 from tests.runner.helpers import one_row_batch as batch_of
 
 TOKENS = prompt(2, 45)
@@ -51,6 +70,21 @@ def plain_forward(spec: ModelSpec, weights: Weights, tokens: list[int]) -> np.nd
         turned = (heads[..., :half] + 1j * heads[..., half:]) * rotation
         return np.concatenate([turned.real, turned.imag], -1)
 
+    def mlp(h: np.ndarray, at: str) -> np.ndarray:
+        gate = project(h, at + "gate")
+        return project(gate / (1 + np.exp(-gate)) * project(h, at + "up"), at + "down")
+
+    def experts(h: np.ndarray, at: str) -> np.ndarray:
+        share = np.exp(project(h, at + "router"))
+        share /= share.sum(-1, keepdims=True)
+        share[share < np.sort(share)[:, -spec.experts_per_token, None]] = 0
+        if spec.has_renormalised_shares:
+            share /= share.sum(-1, keepdims=True)
+        out = sum(share[:, e, None] * mlp(h, f"{at}experts.{e}.") for e in range(spec.num_experts))
+        if spec.shared_intermediate_size:
+            out += mlp(h, at + "shared_") / (1 + np.exp(-project(h, at + "shared_router")))
+        return out
+
     x, n, group = w("embed")[tokens], len(tokens), spec.num_heads // spec.num_kv_heads
     for layer in range(spec.num_layers):
         at = f"layers.{layer}."
@@ -64,8 +98,7 @@ def plain_forward(spec: ModelSpec, weights: Weights, tokens: list[int]) -> np.nd
         attended = np.einsum("hqk,khd->qhd", weight / weight.sum(-1, keepdims=True), v)
         x = x + project(attended.reshape(n, -1), at + "o")
         h = norm(x, at + "mlp_norm")
-        gate = project(h, at + "gate")
-        x = x + project(gate / (1 + np.exp(-gate)) * project(h, at + "up"), at + "down")
+        x = x + (experts(h, at) if spec.has_experts(layer) else mlp(h, at))
     return project(norm(x, "final_norm"), "embed" if spec.has_tied_head else "head")
 
 
@@ -77,6 +110,62 @@ def test_logits_are_those_of_plain_attention(backend_name: str, changes: dict) -
     weights = random_weights(spec, seed=3)
     logits, plain = all_logits(spec, weights, backend_name), plain_forward(spec, weights, TOKENS)
     assert np.abs(logits - plain).max() <= 1e-5 * np.abs(plain).max()
+
+
+EXPERTS = {"num_experts": 5, "experts_per_token": 2, "expert_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("changes", [{}, {"has_renormalised_shares": True, "shared_intermediate_size": 64},
+                                     {"dense_layers": (0,), "experts_per_token": 5}], ids=str)
+def test_logits_are_those_of_plain_experts(backend_name: str, changes: dict) -> None:
+    spec = tiny_spec(**{**EXPERTS, **changes})
+    weights = random_weights(spec, seed=4)
+    logits, plain = all_logits(spec, weights, backend_name), plain_forward(spec, weights, TOKENS)
+    assert np.abs(logits - plain).max() <= 1e-5 * np.abs(plain).max()
+
+
+def test_an_experts_gate_and_up_are_stacked_and_a_router_stays_f32() -> None:
+    spec = tiny_spec(**EXPERTS, shared_intermediate_size=64, dense_layers=(1,))
+    program = program_of(spec, random_weights(spec), "int4")
+    assert Counter(node.verb for node in program.nodes) == {
+        "embed": 1, "rms_norm": 5, "linear": 4 + 6 + 1, "rope_write_kv": 2, "paged_attention": 2, "silu_mul": 3,
+        "route": 1, "gather_routed": 1, "expert_linear": 2, "combine_routed": 1, "add_gated": 1, "add": 4,
+        "select_wanted": 1, "sample": 1}
+    forms = {name: weight.form for name, weight in program.weights.items() if not isinstance(weight, np.ndarray)}
+    assert {name for name, form in forms.items() if form != "int4"} == {"layers.0.router", "layers.0.shared_router"}
+    assert [name for name in forms if "experts.4" in name] == ["layers.0.experts.4.gate_up", "layers.0.experts.4.down"]
+
+
+def test_experts_of_several_forms_need_a_dtype_and_those_of_several_types_do_not() -> None:
+    """Q5_0 and Q8_0 both become int8."""
+    spec, odd = tiny_spec(**EXPERTS), "layers.1.experts.3.up"
+    weights = random_weights(spec, types=lambda name: "Q8_0")
+    program_of(spec, {**weights, odd: encoded(odd, dequantize(weights[odd]), "Q5_0")}, "auto")
+    mixed = {**weights, odd: encoded(odd, dequantize(weights[odd]), "Q4_0")}
+    program_of(spec, mixed, "bf16")
+    with pytest.raises(ModelError, match=rf"{re.escape(odd)} would be int4 and expert 0's int8: name a dtype"):
+        program_of(spec, mixed, "auto")
+
+
+def test_a_gate_of_another_form_than_up_is_a_linear_of_its_own() -> None:
+    spec = tiny_spec(**EXPERTS)
+    weights = random_weights(spec, types=lambda name: "Q8_0" if name.endswith(".up") else "F32")
+    separate, stacked = program_of(spec, weights, "auto"), program_of(spec, weights, "f32")
+    assert [n.attrs["out_column"] for n in separate.nodes if n.verb == "expert_linear"][:3] == [0, 32, 0]
+    assert len([n for n in stacked.nodes if n.verb == "expert_linear"]) == 4
+    np.testing.assert_array_equal(all_logits(spec, weights, dtype="auto"), all_logits(spec, weights, dtype="f32"))
+
+
+def test_parameters_that_a_token_meets() -> None:
+    """Counted by hand: the whole, less what three idle experts of five have in each of two layers."""
+    spec = tiny_spec(**EXPERTS, shared_intermediate_size=64)
+    layer = 2 * 64 * 64 + 2 * 32 * 64 + 5 * 64 + 5 * 3 * 32 * 64 + 64 + 3 * 64 * 64
+    assert num_matrix_weights(spec) == 160 * 64 + 2 * layer
+    assert num_active_weights(spec) == num_matrix_weights(spec) - 2 * 3 * 3 * 32 * 64
+    assert num_active_weights(tiny_spec()) == num_matrix_weights(tiny_spec())
+    assert 30.4e9 < num_matrix_weights(DUMMY_SPECS["qwen3-30b-a3b"]) < 30.6e9
+    assert 3.3e9 < num_active_weights(DUMMY_SPECS["qwen3-30b-a3b"]) < 3.4e9
 
 
 def test_equal_forms_are_stacked() -> None:
@@ -130,14 +219,16 @@ def test_layers_share_their_buffers() -> None:
     assert len(two.buffers) == len(four.buffers)
 
 
-def test_progress_reaches_the_total() -> None:
-    spec, seen = tiny_spec(has_tied_head=False), []
+@pytest.mark.parametrize("changes", [{}, {**EXPERTS, "dense_layers": (0,), "shared_intermediate_size": 32}], ids=str)
+def test_progress_reaches_the_total(changes: dict) -> None:
+    spec, seen = tiny_spec(has_tied_head=False, **changes), []
     weights = random_weights(spec)
     program = record_decoder(spec, weights, NumpyBackend(), "f32", 64, lambda done, total: seen.append((done, total)))
     done, totals = zip(*seen, strict=True)
     assert list(done) == sorted(done) and done[-1] == totals[0] and len(set(totals)) == 1
     assert weights_bytes(program) >= 4 * done[-1] == estimated_weights_bytes(spec, weights, "f32")
-    assert estimated_weights_bytes(spec, weights, "int4") == done[-1] * 5 // 8
+    routers = 64 * (5 + 1) if changes else 0    # stay f32
+    assert estimated_weights_bytes(spec, weights, "int4") == (done[-1] - routers) * 5 // 8 + 4 * routers
     assert estimated_weights_bytes(spec, weights, "auto") == 4 * done[-1]
 
 

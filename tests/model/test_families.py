@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from paceline.errors import ModelError
 from paceline.model.decoder import AUTO_FORMS
-from paceline.model.families import spec_from_config
+from paceline.model.families import spec_from_config, spec_from_gguf
 from paceline.model.family_table import families_markdown
 from paceline.model.fields import Fields
 from paceline.model.layer_groups import LayerGroup, layer_groups
 from paceline.model.loader import open_model
 from paceline.model.rope import Llama3Scaling, rope_table
+from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec
 from paceline.ops.interface import SourceTensor
 from tests.golden.family_cases import CASES, DIRECTORY
+from tests.golden.family_gguf import array_of
 
 from . import tiny
 
@@ -56,7 +61,7 @@ def test_no_scaling_and_default_scaling_are_the_same(scaling: Any) -> None:
     ("architectures", ["FooForCausalLM"]), ("architectures", None), ("architectures", "LlamaForCausalLM"),
     ("hidden_act", "gelu"), ("sliding_window", 100),
     ("layer_types", ["full_attention", "sliding_attention"]), ("partial_rotary_factor", 0.5),
-    ("quantization_config", {"quant_method": "gptq"}), ("num_hidden_layers", None), ("hidden_size", "64"),
+    ("num_hidden_layers", None), ("hidden_size", "64"),
     ("hidden_size", 64.0), ("num_attention_heads", True), ("rms_norm_eps", 0.0), ("rms_norm_eps", 10**400),
     ("rope_theta", float("nan")), ("num_key_value_heads", 3), ("num_key_value_heads", 0), ("head_dim", 0),
     ("tie_word_embeddings", "yes"), ("max_position_embeddings", -1),
@@ -226,6 +231,60 @@ def test_longrope_picks_its_factors_once_by_the_length_it_is_loaded_for() -> Non
         rope_table(32, 16, 1e5, wrong.rope_scaling)
 
 
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN2_MOE = {**QWEN3_MOE, "shared_expert_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(("architecture", "fields", "message"), [
+    ("Mixtral", {"num_local_experts": 0}, "num_local_experts=0: must be at least 1"),
+    ("Mixtral", {"num_local_experts": None}, "num_local_experts is missing"),
+    ("Mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5: must be from 1 to num_local_experts=4"),
+    ("Mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok=0: must be from 1"),
+    ("Mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+    ("Qwen3Moe", {"num_experts": 0}, "num_experts=0: must be at least 1"),
+    ("Qwen3Moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be from 1 to num_experts=8"),
+    ("Qwen3Moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0: must be at least 1"),
+    ("Qwen3Moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be at least 1"),
+    ("Qwen3Moe", {"mlp_only_layers": [2]}, "mlp_only_layers=.2.: must be among the 2 layers"),
+    ("Qwen3Moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+    ("Qwen3Moe", {"norm_topk_prob": False, "routed_scaling_factor": 2.5}, "routed_scaling_factor=2.5: is not"),
+    ("Qwen2Moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0: must be at least 1"),
+    ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported"),
+])
+def test_what_a_config_says_of_experts_is_refused_by_name(architecture: str, fields: dict[str, Any],
+                                                          message: str) -> None:
+    good = {"Mixtral": MIXTRAL, "Qwen3Moe": QWEN3_MOE, "Qwen2Moe": QWEN2_MOE, "Olmoe": QWEN3_MOE}[architecture]
+    assert of(architecture, **good).num_experts in (4, 8)
+    with pytest.raises(ModelError, match=message):
+        of(architecture, **{**good, **fields})
+
+
+def test_layers_without_experts_are_those_listed_or_between_steps() -> None:
+    def dense(**fields: Any) -> tuple[int, ...]:
+        return of("Qwen3Moe", num_hidden_layers=6, **QWEN3_MOE, **fields).dense_layers
+    assert dense() == ()
+    assert dense(mlp_only_layers=[4, 0]) == (0, 4)
+    assert dense(decoder_sparse_step=3) == (0, 1, 3, 4)
+    assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == (0, 1, 2, 4)
+
+
+def test_families_with_experts_have_the_windows_of_their_kind() -> None:
+    assert of("Mixtral", **MIXTRAL).windows == of("Mixtral", **MIXTRAL, sliding_window=None).windows == ()
+    assert of("Mixtral", **MIXTRAL, sliding_window=32).windows == (32, 32)
+    assert of("Qwen3Moe", **QWEN3_MOE, sliding_window=32).windows == ()
+    assert of("Qwen3Moe", **QWEN3_MOE, sliding_window=32, use_sliding_window=True).windows == (32, 32)
+    for architecture, fields in (("Qwen2Moe", QWEN2_MOE), ("Olmoe", QWEN3_MOE)):
+        with pytest.raises(ModelError, match="sliding_window=32"):
+            of(architecture, **fields, sliding_window=32, use_sliding_window=True)
+
+
+def test_shares_are_renormalised_as_the_family_does_unless_the_config_says() -> None:
+    assert of("Mixtral", **MIXTRAL).has_renormalised_shares
+    for says, fields in ((True, {"norm_topk_prob": True}), (False, {"norm_topk_prob": False}), (False, {})):
+        assert of("Qwen3Moe", **QWEN3_MOE, **fields).has_renormalised_shares == says
+
+
 def test_smollm3_names_the_layers_it_does_not_rotate() -> None:
     assert of("SmolLM3", num_hidden_layers=9).unrotated_layers == (3, 7)
     assert of("SmolLM3", no_rope_layers=[0, 1]).unrotated_layers == (0,)
@@ -258,6 +317,23 @@ RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
         "logits_scaling": 8.0, "residual_multiplier": 0.22, "rope_scaling": None},
         {"logit_scale": 0.125, "residual_scale": 0.22, "attention_scale": 0.015625, "embedding_scale": 12.0}),
+    "Mixtral-8x7B": ({
+        "architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2, "num_local_experts": 8,
+        "output_router_logits": False, "rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": None,
+        "tie_word_embeddings": False},
+        {"num_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 96, "has_renormalised_shares": True}),
+    "Qwen3-30B-A3B": ({
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
+        {"num_experts": 128, "experts_per_token": 8, "expert_intermediate_size": 768, "qk_norm": "head",
+         "has_renormalised_shares": True, "dense_layers": ()}),
+    "Qwen1.5-MoE-A2.7B": ({
+        "architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "max_window_layers": 21,
+        "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "use_sliding_window": False},
+        {"num_experts": 60, "shared_intermediate_size": 5632, "has_qkv_bias": True, "has_renormalised_shares": False}),
     "stablelm-2-1_6b": ({
         "architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
         "qk_layernorm": False, "use_parallel_residual": False, "use_qkv_bias": True, "rms_norm_eps": None},
@@ -343,12 +419,58 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("expert_count", 8), ("attention.sliding_window", 100), ("rope.dimension_count", 8), ("vocab_size", 32),
+    ("attention.sliding_window", 100), ("rope.dimension_count", 8), ("vocab_size", 32),
     ("attention.value_length", 8), ("logit_scale", 2),
 ])
 def test_gguf_fields_we_do_not_compute_are_refused(tmp_path: Path, field: str, value: int) -> None:
     with pytest.raises(ModelError, match=field):
         open_model(str(tiny.write_gguf(tmp_path / "odd.gguf", **{field: value})))
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"expert_count": 8}, "llama.expert_used_count is missing"),
+    ({"expert_count": 8, "expert_used_count": 9}, "llama.expert_used_count=9: must be from 1 to llama.expert_count=8"),
+    ({"expert_count": 8, "expert_used_count": 0}, "llama.expert_used_count=0: must be from 1"),
+    ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2}, "llama.expert_gating_func=2"),
+    ({"expert_count": 8, "expert_used_count": 2, "expert_group_count": 4}, "llama.expert_group_count=4"),
+    ({"expert_count": 8, "expert_used_count": 2, "leading_dense_block_count": 1}, "llama.leading_dense_block_count=1"),
+    ({"expert_count": 8, "expert_used_count": 2, "expert_weights_scale": 3}, "llama.expert_weights_scale=3"),
+    ({"expert_count": 8, "expert_used_count": 2}, r"missing: blk\.0\.ffn_down_exps.* not used .*blk\.0\.ffn_down"),
+    ({"expert_count": 10**9, "expert_used_count": 2}, "1000000000 experts are declared in each layer"),
+])
+def test_gguf_fields_of_experts_are_refused_by_name(tmp_path: Path, fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        open_model(str(tiny.write_gguf(tmp_path / "odd.gguf", **fields)))
+
+
+def test_experts_of_a_gguf_architecture_that_has_none_are_refused_and_missing_ones_named() -> None:
+    def open_metadata(**fields: Any) -> ModelSpec:
+        return spec_from_gguf(Fields(fields, "x.gguf"), {})
+    with pytest.raises(ModelError, match=r"qwen3\.expert_count=4: is not supported for this architecture"):
+        open_metadata(**{"general.architecture": "qwen3", "qwen3.expert_count": 4})
+    with pytest.raises(ModelError, match=r"qwen3moe\.expert_count=None: must be at least 1"):
+        open_metadata(**{"general.architecture": "qwen3moe"})
+
+
+def test_missing_surplus_and_misshapen_expert_tensors_are_named(tmp_path: Path) -> None:
+    arrays = {key: array_of(tensor) for key, tensor in read_directory(DIRECTORY / "mixtral").tensors.items()}
+    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+
+    def opened(changed: dict[str, Any]) -> None:
+        directory = shutil.copytree(DIRECTORY / "mixtral", tmp_path / str(len(list(tmp_path.iterdir()))))
+        save_file(changed, directory / "model.safetensors")
+        open_model(str(directory))
+    with pytest.raises(ModelError, match=rf"tensors missing: {re.escape(name)}; not used by this family: none"):
+        opened({key: value for key, value in arrays.items() if key != name})
+    extra = name.replace("experts.2", "experts.4")
+    with pytest.raises(ModelError, match=rf"missing: none; not used by this family: {re.escape(extra)}"):
+        opened({**arrays, extra: arrays[name]})
+    with pytest.raises(ModelError, match=rf"{re.escape(name)}: shape \[64, 16\], the config says \[64, 32\]"):
+        opened({**arrays, name: np.ascontiguousarray(arrays[name][:, :16])})
+    merged = {"model.layers.0.mlp.experts.gate_up_proj": np.zeros((4, 32, 64), np.float32)}
+    kept = {key: value for key, value in arrays.items() if not re.search(r"layers\.0.*\.w[13]\.", key)}
+    with pytest.raises(ModelError, match=r"gate_up_proj: shape \[4, 32, 64\], the config says \[4, 64, 64\]"):
+        opened({**kept, **merged})
 
 
 def test_a_claimed_number_of_layers_costs_nothing(tmp_path: Path) -> None:

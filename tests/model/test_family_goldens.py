@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,9 @@ from paceline.model.gguf import read_gguf
 from paceline.model.loader import open_model
 from paceline.model.safetensors import read_directory
 from paceline.model.spec import ModelSpec, Weights
-from paceline.ops.interface import KVSpec
+from paceline.model.stored import StoredTensor
+from paceline.ops.dequantize import dequantize
+from paceline.ops.interface import KVSpec, SourceTensor
 from paceline.ops.numpy_ops import NumpyBackend
 from tests.golden.family_cases import CASES, DIRECTORY, MAX_POSITION, NUM_GREEDY, TOKENS
 from tests.golden.family_gguf import GGUF_CASES, write_gguf
@@ -102,6 +105,63 @@ def test_the_same_checkpoint_as_gguf_gives_the_same_logits_and_tokens(
     assert np.abs(np.frombuffer(hero.logits[0], np.float32) - expected(name)[0][-1]).max() < 1e-4
 
 
+def last_logits(spec: ModelSpec, weights: Weights) -> bytes:
+    hero = Generation("hero", list(TOKENS), BLOCKS, num_new=1)
+    generate(make_executor(kv_of(spec, dtype="f32"), NumpyBackend(), spec, weights), [hero])
+    return hero.logits[0]
+
+
+@pytest.mark.parametrize("layout", ["each expert", "gate and up"])
+def test_experts_of_every_gguf_layout_are_the_same(layout: str, tmp_path: Path) -> None:
+    file = read_gguf(write_gguf("mixtral", tmp_path / "model.gguf", layout))
+    kind = "ffn_up.3.weight" if layout == "each expert" else "ffn_gate_up_exps.weight"
+    assert f"blk.1.{kind}" in file.tensors and "blk.1.ffn_up_exps.weight" not in file.tensors
+    spec = spec_from_gguf(file.fields, file.tensors)
+    assert spec.family == "mixtral"
+    logits = np.frombuffer(last_logits(spec, weights_from_gguf(spec, file.tensors, "model.gguf")), np.float32)
+    assert np.abs(logits - expected("mixtral")[0][-1]).max() < 1e-4
+
+
+def test_quantised_experts_in_one_tensor_are_each_its_own(tmp_path: Path) -> None:
+    file = read_gguf(write_gguf("mixtral", tmp_path / "model.gguf", "gate and up", "Q8_0"))
+    weights = weights_from_gguf(spec_from_gguf(file.fields, file.tensors), file.tensors, "model.gguf")
+    names = [name for name in weights if ".experts." in name]
+    assert len(names) == 2 * 4 * 3
+    for name in names:
+        found, original = weights[name], opened("mixtral")[1][name]
+        assert isinstance(found, SourceTensor) and isinstance(original, SourceTensor) and found.source_type == "Q8_0"
+        values = dequantize(original)
+        np.testing.assert_allclose(dequantize(found), values, atol=np.abs(values).max() / 200)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+def test_experts_under_the_names_of_memory_are_those_of_the_checkpoint(name: str) -> None:
+    """transformers 5 holds a layer's experts in one tensor and writes them apart; some checkpoints are as in memory."""
+    directory = DIRECTORY / name
+    tensors = fused(read_directory(directory).tensors)
+    assert tensors["model.layers.1.mlp.experts.gate_up_proj"].shape[1:] == (64, 64)
+    spec = spec_from_config(read_json_fields(directory / "config.json"), tensors)
+    assert last_logits(spec, weights_from_config(spec, tensors, name)) == last_logits(*opened(name))
+
+
+def fused(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The bytes of every expert's gate and up, and of every down, one after the other."""
+    parts: dict[str, list[StoredTensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        match = re.fullmatch(r"(model\.layers\.\d+)\.[\w.]+\.experts\.\d+\.(\w+)\.weight", name)
+        new = name.replace("block_sparse_moe", "mlp")
+        if match:    # by name, w1 comes before w3 as gate before up
+            new = f"{match[1]}.mlp.experts." + ("down_proj" if match[2] in ("w2", "down_proj") else "gate_up_proj")
+        parts.setdefault(new, []).append(tensor)
+    joined = {}
+    for name, several in parts.items():
+        shape, each = several[0].shape, 2 if "gate_up" in name else 1
+        if len(several) > 1:
+            shape = (len(several) // each, each * shape[0], shape[1])
+        joined[name] = replace(several[0], shape=shape, raw=np.concatenate([part.raw for part in several]))
+    return joined
+
+
 def test_every_family_that_reads_gguf_has_a_gguf_golden() -> None:
     architectures = {family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture}
     assert architectures == set(GGUF_CASES.values())
@@ -124,7 +184,7 @@ NEUTRAL: dict[str, Any] = {
     "activation": "silu", "qk_norm": "none", "has_qkv_bias": False, "has_o_bias": False, "has_mlp_bias": False,
     "rotary_dim": None, "rope_scaling": None, "unrotated_layers": (), "embedding_scale": 1.0, "residual_scale": 1.0,
     "attention_scale": None, "attention_softcap": None, "logit_scale": 1.0, "logit_softcap": None, "windows": (),
-    "window_rope_theta": None,
+    "window_rope_theta": None, "has_renormalised_shares": False, "shared_intermediate_size": 0,
 }
 
 
@@ -145,7 +205,7 @@ def test_the_goldens_would_notice_every_feature_that_is_left_out(name: str) -> N
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@pytest.mark.parametrize("name", ["granite", "olmo2", "stablelm", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["granite", "olmo2", "stablelm", "gemma2", "gemma3", "qwen2-moe"])
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_rounded_weights_and_cache_are_exact_in_any_company_too(name: str, backend_name: str, dtype: str) -> None:
     spec, weights = opened(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from paceline.model.prequantized import FP8_VALUES, ConvertedTensor, plain_check
 from paceline.model.stored import StoredTensor
 from paceline.ops.dequantize import bf16_bits, dequantize, from_bf16_bits
 from paceline.ops.interface import PackedLinear, SourceTensor
-from tests.runner.helpers import BACKENDS
+from paceline.ops.machine import usable_cores
+from paceline.ops.numpy_ops import NumpyBackend
+from tests.runner.helpers import BACKENDS, kv_of, one_row_batch
 
 from . import quantized, tiny
 
@@ -74,13 +76,79 @@ def test_a_quantised_checkpoint_is_packed_as_int4(tmp_path: Path, method: str, b
     np.testing.assert_allclose(packs.unpack(down), expected, atol=np.abs(expected).max() * 2.0**-10)
 
 
+@pytest.mark.parametrize("method", ("awq", "gptq"))
+def test_quantised_experts_that_are_all_the_same_are_the_plain_mlp(tmp_path: Path, method: str) -> None:
+    config, plain, _ = quantized.four_bit_checkpoint(method)
+    routed = {f"model.layers.{layer}.block_sparse_moe.gate.weight": weight(3, tiny.HIDDEN) for layer in (0, 1)}
+    for name, array in plain.items():
+        for expert in range(3):
+            at = name.replace("mlp.", f"block_sparse_moe.experts.{expert}.")
+            for which, number in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+                at = at.replace(which, number)
+            routed[at] = array
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    logits = []
+    for changes, tensors in (({}, plain), (experts, routed)):
+        files = open_model(str(tiny.write_hf(tmp_path / str(len(changes)), {**config, **changes}, tensors)))
+        packs = NumpyBackend()
+        runner = packs.bind(record_decoder(files.spec, files.weights, packs, "auto", 64), kv_of(files.spec))
+        logits.append(runner.step(one_row_batch([5, 6, 7], 0, [0]), wants_logits=True).logits)
+    np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_converted_before_it_is_asked_for() -> None:
     calls = []
-    tensor = ConvertedTensor("w", (2, 32), "Q4_1", np.empty(0, np.uint8),
-                             lambda: calls.append(1) or np.zeros((2, 20), np.uint8))
+    tensor = ConvertedTensor("w", (2, 32), "Q4_1", np.empty(0, np.uint8), "AWQ",
+                             lambda first, last: calls.append((first, last)) or np.zeros((2, 20), np.uint8))
     source = tensor.to_matrix(np.array([1, 0]))
     assert not calls and source.row_order is not None
-    assert not dequantize(source).any() and calls
+    assert not dequantize(source).any() and calls == [(0, 2)]
+
+
+LARGE = (1208, 512)    # more than one slab, the last one short
+
+
+@pytest.mark.parametrize("method", ("awq", "gptq", "fp8"))
+def test_a_weight_made_in_slabs_is_the_same_whole_or_in_part(method: str) -> None:
+    """Parts are asked for where q, k and v, or gate and up, share one tensor."""
+    linear = quantized.quantized(weight(*LARGE), 128, is_symmetric=False)
+    arrays = {"awq": lambda: quantized.awq_arrays("a", linear), "gptq": lambda: quantized.gptq_arrays("a", linear),
+              "fp8": lambda: fp8_arrays(*LARGE, (10, 4), "weight_scale_inv")}[method]()
+    settings = {"quant_method": method, "bits": 4, "group_size": 128}
+    _, tensors = plain_checkpoint(Fields({"quantization_config": settings}, "config.json"), stored(arrays))
+    tensor = tensors["a.weight"]
+    assert isinstance(tensor, ConvertedTensor) and tensor.shape[0] * tensor.shape[1] > 2 * (1 << 18)
+    whole = tensor.to_matrix().raw
+    assert np.array_equal(whole, np.concatenate([tensor.make(row, row + 8) for row in range(0, LARGE[0], 8)]))
+    for first, last in ((0, 5), (3, 700), (605, 1208)):
+        part = tensor.rows_to_matrix(first, last)
+        assert (part.num_outputs, part.origin) == (last - first, tensor.origin)
+        assert np.array_equal(part.raw, whole[first:last])
+
+
+def test_what_a_slab_raises_is_raised() -> None:
+    def fail(first: int, last: int) -> Any:
+        raise ModelError(f"outputs {first} to {last}")
+
+    with pytest.raises(ModelError, match="outputs 0 to 2"):
+        ConvertedTensor("w", (2, 32), "Q4_1", np.empty(0, np.uint8), "AWQ", fail).to_matrix().raw.sum()
+
+
+@pytest.mark.parametrize("method", ("awq", "gptq", "fp8"))
+def test_making_a_weight_takes_little_memory_beside_it(method: str) -> None:
+    shape = (4096, 1024)
+    linear = quantized.quantized(weight(*shape), 128, is_symmetric=False)
+    arrays = {"awq": lambda: quantized.awq_arrays("a", linear), "gptq": lambda: quantized.gptq_arrays("a", linear),
+              "fp8": lambda: fp8_arrays(*shape, (32, 8), "weight_scale_inv")}[method]()
+    settings = {"quant_method": method, "bits": 4, "group_size": 128}
+    _, tensors = plain_checkpoint(Fields({"quantization_config": settings}, "config.json"), stored(arrays))
+    source = tensors["a.weight"].to_matrix()
+    tracemalloc.start()
+    made = source.raw
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    slabs_at_once = usable_cores() + 1
+    assert peak <= made.nbytes + slabs_at_once * 24 * (1 << 18)
 
 
 @pytest.mark.parametrize(("method", "changes", "message"), [
@@ -155,17 +223,6 @@ def test_eight_bit_floats_are_what_the_format_says() -> None:
     assert np.isnan(FP8_VALUES[[0x7F, 0xFF]]).all() and np.isfinite(FP8_VALUES).sum() == 254
 
 
-def write_safetensors(path: Path, tensors: dict[str, StoredTensor]) -> None:
-    """safetensors.numpy cannot write F8_E4M3."""
-    header, at = {}, 0
-    for name, tensor in tensors.items():
-        header[name] = {"dtype": tensor.source_type, "shape": list(tensor.shape),
-                        "data_offsets": [at, at + tensor.raw.size]}
-        at += tensor.raw.size
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(t.raw.tobytes() for t in tensors.values()))
-
-
 def test_an_fp8_directory_opens_and_its_faults_are_named(tmp_path: Path) -> None:
     arrays: quantized.Arrays = {}
     for name, array in tiny.hf_arrays().items():
@@ -178,19 +235,19 @@ def test_an_fp8_directory_opens_and_its_faults_are_named(tmp_path: Path) -> None
     config = tiny.hf_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     directory = tiny.write_hf(tmp_path / "fp8", config)
     weights = directory / "model.safetensors"
-    write_safetensors(weights, stored(arrays))
+    tiny.write_safetensors(weights, stored(arrays))
     files = open_model(str(directory))
     assert "14 BF16" in files.source
     record_decoder(files.spec, files.weights, BACKENDS["numpy"](), "auto", 64)
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
-    write_safetensors(weights, stored({**arrays, name: np.ones((2, 5), np.float32)}))
+    tiny.write_safetensors(weights, stored({**arrays, name: np.ones((2, 5), np.float32)}))
     with pytest.raises(ModelError, match=rf"{name}: F32 of shape \[2, 5\] fits no scaling"):
         open_model(str(directory))
-    write_safetensors(weights, stored({n: array for n, array in arrays.items() if n != name}))
+    tiny.write_safetensors(weights, stored({n: array for n, array in arrays.items() if n != name}))
     with pytest.raises(ModelError, match=r"up_proj\.weight: F8_E4M3 needs .* a weight_scale"):
         open_model(str(directory))
     (directory / "config.json").write_text(json.dumps(tiny.hf_config()))
-    write_safetensors(weights, {name: t for name, t in stored(arrays).items() if not name.endswith("scale_inv")})
+    tiny.write_safetensors(weights, {name: t for name, t in stored(arrays).items() if not name.endswith("scale_inv")})
     bare = open_model(str(directory))
     with pytest.raises(ModelError, match="F8_E4M3"):
         record_decoder(bare.spec, bare.weights, BACKENDS["numpy"](), "auto", 64)

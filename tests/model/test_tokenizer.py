@@ -126,6 +126,19 @@ def test_the_post_processor_of_a_directory_decides_over_bos(tmp_path: Path, capl
             assert ("add_bos_token is overruled" in caplog.text) == (flag != has_bos)
 
 
+def test_so_it_does_over_eos(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = tiny.write_hf(tmp_path / "eos")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "add_eos_token": True}))
+    assert tokenizer_from_directory(directory).encode("hello")[-1] != 2
+    assert "add_eos_token is overruled by tokenizer.json, which does not add it" in caplog.text
+    inner = tiny.build_tokenizer()
+    inner.post_processor = processors.TemplateProcessing("$A <|im_end|>", None, [("<|im_end|>", 2)])
+    inner.save(str(directory / "tokenizer.json"))
+    caplog.clear()
+    assert tokenizer_from_directory(directory).encode("hello")[-1] == 2 and not caplog.text
+
+
 def test_side_files_add_tokens_and_specials(tmp_path: Path) -> None:
     directory = tiny.write_hf(tmp_path / "added")
     (directory / "added_tokens.json").write_text(json.dumps({"<tool>": 264}))

@@ -61,6 +61,28 @@ def test_sentencepiece_ids_equal_transformers(architecture: str) -> None:
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
 
 
+@pytest.mark.parametrize("architecture", GOLDEN["llama"]["special_ids"])
+def test_the_prefix_space_around_added_tokens_is_where_transformers_puts_it(architecture: str) -> None:
+    """B008: before the text, never after a special token; Phi-3 wants it before each piece, Gemma nowhere."""
+    tokenizer = tokenizer_from_gguf(metadata(
+        "llama", **{"general.architecture": architecture, "add_space_prefix": architecture != "gemma2"}))
+    for text, ids in zip(nasty.SPECIAL_TEXTS, GOLDEN["llama"]["special_ids"][architecture], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.encode(text) == [1, *ids], text
+    bare, behind = tokenizer.encode("text", False), tokenizer.encode("<s>text", False)
+    assert (behind == [1, *bare]) == (architecture != "llama")
+
+
+def test_a_file_may_say_that_there_is_no_prefix_space() -> None:
+    for architecture in ("llama", "phi3"):
+        tokenizer = tokenizer_from_gguf(metadata(
+            "llama", add_space_prefix=False, **{"general.architecture": architecture}))
+        for text in ("text", " text", "<s>text", "<s> text", "a b"):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert tokenizer.decode(ids, skip_special_tokens=False) == text
+            assert "".join(map(tokenizer.token_text, ids)) == text
+
+
 LLAMA = tokenizer_from_gguf(metadata("llama"))
 SCORES = dict(zip(GOLDEN["llama"]["tokens"], GOLDEN["llama"]["scores"], strict=True))
 IDS = {text: token_id for token_id, text in enumerate(GOLDEN["llama"]["tokens"])}
@@ -84,7 +106,7 @@ def greedily_merged(text: str) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(text=SPACES | st.sampled_from(nasty.TEXTS))
 def test_ids_follow_sentencepieces_rule(text: str) -> None:
-    if not any(special in text for special in ("<s>", "</s>", "<think>")):
+    if not any(special in text for special in ("<s>", "</s>", "<think>", "<unk>")):
         assert LLAMA.encode(text, add_special_tokens=False) == greedily_merged(text)
 
 
@@ -114,7 +136,7 @@ def test_bos_is_added_unless_the_file_says_otherwise() -> None:
 def test_marked_tokens_stay_whole_and_listed_merges_come_first() -> None:
     think = IDS["<think>"]
     assert LLAMA.encode("a<think>b", add_special_tokens=False)[1] == think and LLAMA.decode([think]) == "<think>"
-    assert LLAMA.special_ids == {1, 2} and LLAMA.decode([1, think, 2]) == "<think>"
+    assert LLAMA.special_ids == {0, 1, 2} and LLAMA.decode([1, think, 2]) == "<think>"
     text = "Hello, world!"
     plain = tokenizer_from_gguf(metadata("llama", merges=[]))
     assert len(plain.encode(text)) > len(LLAMA.encode(text)) and plain.decode(plain.encode(text)) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from paceline.model.stored import StoredTensor
 from paceline.model.tokenizer import CHAR_OF_BYTE
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2, 64, 4, 2, 16, 96
@@ -77,6 +79,17 @@ def write_hf(directory: Path, config: dict[str, Any] | None = None, arrays: Arra
     build_tokenizer().save(str(directory / "tokenizer.json"))
     save_file(hf_arrays() if arrays is None else arrays, directory / "model.safetensors")
     return directory
+
+
+def write_safetensors(path: Path, tensors: dict[str, StoredTensor]) -> None:
+    """safetensors.numpy cannot write F8_E4M3."""
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        header[name] = {"dtype": tensor.source_type, "shape": list(tensor.shape),
+                        "data_offsets": [at, at + tensor.raw.size]}
+        at += tensor.raw.size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(t.raw.tobytes() for t in tensors.values()))
 
 
 def permuted(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:

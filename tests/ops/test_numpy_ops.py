@@ -161,6 +161,59 @@ def test_gelu_scale_softcap_and_scaled_add() -> None:
         np.testing.assert_allclose(run_one(record, [x, y]).buffers[0], expected, rtol=1e-6)
 
 
+def routes_of(ids: list[list[int]], shares: list[list[float]]) -> np.ndarray:
+    return np.concatenate([np.array(ids, np.float32), np.array(shares, np.float32)], axis=1)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_route_takes_the_largest_logits_and_of_equal_ones_the_lowest_ids(renormalise: bool) -> None:
+    record, logits = recorder(), normal(5, 6)
+    logits[1], logits[2] = [1, 3, 3, 0, 3, 3], [np.nan, 1, 2, 3, 4, 5]
+    out = record.route(record.buffer("tokens", 6), 3, renormalise, record.buffer("tokens", 6))
+    routes = run_one(record, [logits]).buffers[out.buffer_id]
+    assert routes[1, :3].tolist() == [1, 2, 4]
+    assert len(set(routes[2, :3])) == 3 and np.isnan(routes[2, 3:]).all()
+    for t in (0, 3, 4):
+        chosen = np.sort(np.argsort(-logits[t])[:3])
+        shares = np.exp(logits[t].astype(np.float64)) / np.exp(logits[t].astype(np.float64)).sum()
+        expected = shares[chosen] / (shares[chosen].sum() if renormalise else 1)
+        np.testing.assert_array_equal(routes[t, :3], chosen)
+        np.testing.assert_allclose(routes[t, 3:], expected, rtol=1e-5)
+
+
+def test_rows_go_to_their_experts_and_come_back_weighted() -> None:
+    """Tokens 0 to 4 to experts 0 to 3 of which none takes 3; rows lie by expert, then by token."""
+    routes = routes_of([[0, 2], [1, 2], [0, 1], [0, 2], [1, 2]], [[0.25, 0.75]] * 4 + [[1.0, 0.0]])
+    by_expert = [0, 2, 3, 1, 2, 4, 0, 1, 3, 4]
+    record, x = recorder(), normal(5, 8)
+    plain, choices, wide = record.buffer("tokens", 8), record.buffer("tokens", 4), record.buffer("routed", 8)
+    experts = [normal(6, 8) for _ in range(4)]
+    names = tuple(record.weight(f"w{e}", NumpyBackend().pack([encoded("w", weight, "F32")], "f32"))
+                  for e, weight in enumerate(experts))
+    narrow = record.buffer("routed", 7)
+    record.route(record.buffer("tokens", 4), 2, True, choices)
+    record.gather_routed(plain, choices, wide)
+    record.expert_linear(wide, choices, names, narrow, 1)
+    back = record.combine_routed(narrow, choices, record.buffer("tokens", 7))
+    program = record.finish()
+    step = NumpyStep(program, NumpyKVCache(KV), one_row_batch(range(5), 0, [0, 1]))
+    step.buffers[plain.buffer_id][:], step.buffers[choices.buffer_id][:] = x, routes
+    for node in program.nodes[1:]:
+        VERBS[node.verb](step, node)
+    np.testing.assert_array_equal(step.buffers[wide.buffer_id], x[by_expert])
+    for t in range(5):
+        expected = sum(routes[t, 2 + j] * (experts[int(routes[t, j])].astype(np.float64) @ x[t]) for j in range(2))
+        np.testing.assert_allclose(step.buffers[back.buffer_id][t, 1:], expected, rtol=1e-4, atol=1e-5)
+    assert not step.buffers[narrow.buffer_id][:, 0].any()
+
+
+def test_add_gated_opens_and_shuts() -> None:
+    record, x, y, gate = recorder(), normal(5, 8), normal(5, 8), np.array([[0], [500], [-500], [1], [-2]], np.float32)
+    record.add_gated(record.buffer("tokens", 8), record.buffer("tokens", 8), record.buffer("tokens", 1))
+    got = run_one(record, [x, y, gate]).buffers[0]
+    np.testing.assert_allclose(got, x + y / (1 + np.exp(-gate.astype(np.float64))), rtol=1e-5, atol=1e-6)
+
+
 def test_add_and_select_wanted() -> None:
     record, x, y = recorder(), normal(5, 8), normal(5, 8)
     record.add(record.buffer("tokens", 8), record.buffer("tokens", 8))

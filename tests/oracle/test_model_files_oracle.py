@@ -17,6 +17,7 @@ from paceline.model.loader import ModelFiles, open_model
 from paceline.model.tokenizer import tokenizer_from_directory
 from paceline.ops.dequantize import dequantize
 from paceline.ops.interface import SourceTensor
+from tests.golden import make_chat_goldens as chat_maker
 from tests.golden import make_gguf_tokenizer_goldens as gguf_maker
 from tests.golden import make_tokenizer_goldens as maker
 from tests.golden import nasty
@@ -43,6 +44,10 @@ def test_the_goldens_are_current(reference: Any) -> None:
     assert [entry["text"] for entry in golden["texts"]] == nasty.TEXTS
     assert [entry["ids"] for entry in golden["texts"]] == [reference.encode(text) for text in nasty.TEXTS]
     assert golden["chats"] == json.loads(json.dumps(maker.render_all(reference)))
+
+
+def test_the_goldens_of_chat_templates_are_current() -> None:
+    assert json.loads(json.dumps(chat_maker.made())) == json.loads(chat_maker.GOLDEN_PATH.read_text())["rows"]
 
 
 def test_the_goldens_of_gguf_tokenizers_are_current() -> None:

@@ -33,8 +33,8 @@ if (kernels := load_kernels()) is not None:
     for path_name in kernels.paths():
         BACKENDS[f"cpu-{path_name}"] = lambda path=path_name: CpuBackend(path, num_threads=2)
 
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0, logprobs=True)
-RANDOM = SamplingParams(max_tokens=64, temperature=0.9, top_k=40, top_p=0.95, seed=11, logprobs=True)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, logprobs=0)
+RANDOM = SamplingParams(max_tokens=64, temperature=0.9, top_k=40, top_p=0.95, seed=11, logprobs=0)
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
@@ -57,7 +57,7 @@ def random_weights(spec: ModelSpec, seed: int = 0, types: Callable[[str], str] =
     """types: weight name without its layer -> source type."""
     rng = np.random.default_rng(seed)
     q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+    hidden = spec.hidden_size
     weights: dict[str, Any] = {}
 
     def matrix(prefix: str, name: str, outputs: int, inputs: int) -> None:
@@ -80,10 +80,23 @@ def random_weights(spec: ModelSpec, seed: int = 0, types: Callable[[str], str] =
             if spec.has_qkv_bias:
                 vector(f"{at}{name}_bias", width, 0.0)
         matrix(at, "o", hidden, q_width)
-        matrix(at, "gate", inner, hidden)
-        matrix(at, "up", inner, hidden)
-        matrix(at, "down", hidden, inner)
+        for prefix, size in gated_mlps(spec, layer):
+            matrix(at, prefix + "gate", size, hidden)
+            matrix(at, prefix + "up", size, hidden)
+            matrix(at, prefix + "down", hidden, size)
+        if spec.has_experts(layer):
+            matrix(at, "router", spec.num_experts, hidden)
+            if spec.shared_intermediate_size:
+                matrix(at, "shared_router", 1, hidden)
     return weights
+
+
+def gated_mlps(spec: ModelSpec, layer: int) -> list[tuple[str, int]]:
+    """Of a layer: what the names of their weights start with, and their size."""
+    if not spec.has_experts(layer):
+        return [("", spec.intermediate_size)]
+    experts = [(f"experts.{expert}.", spec.expert_intermediate_size) for expert in range(spec.num_experts)]
+    return experts + [("shared_", spec.shared_intermediate_size)] * bool(spec.shared_intermediate_size)
 
 
 def kv_of(spec: ModelSpec, num_blocks: int = 40, block_size: int = 16, dtype: str = "bf16") -> KVSpec:

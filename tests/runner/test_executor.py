@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,7 @@ from paceline.errors import InvariantError
 from paceline.ops.interface import ForwardBatch, StepOutput
 from paceline.request import SamplingParams
 from paceline.runner.executor import ModelExecutor
-from paceline.sched.plan import Executor, LastSampled
+from paceline.sched.plan import Executor, LastSampled, ScoredTokens
 
 from .helpers import Generation, generate, kv_of, make_executor, plan, prompt, row, tiny_spec
 
@@ -110,3 +112,14 @@ def test_logits_are_kept_only_when_asked() -> None:
     executor, _ = scripted([1])
     executor.submit(plan(row("a", 0, [1], (0,))))
     assert executor.last_logits is None
+
+
+def test_a_prompt_token_without_a_finite_score_fails_its_row() -> None:
+    executor = make_executor()
+    executor._runner.poison(np.arange(40, dtype=np.int32))    # type: ignore[attr-defined]
+    scoring = replace(row("hero", 3, [1, 2], (0,), params=None, wants=()), scored=ScoredTokens(0, (2, 9), 0))
+    calm = replace(row("calm", 0, [1, 2], (1,), params=None, wants=()), scored=ScoredTokens(0, (2, 9), 0))
+    with np.errstate(invalid="ignore"):
+        failed, fine = executor.collect(executor.submit(plan(scoring, calm))).rows
+    assert failed.failure == "the model's logits are not finite" and failed.scored == ()
+    assert fine.failure is None and [one.token_id for one in fine.scored] == [2, 9]

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
+from paceline.sched.plan import ScoredToken
 
-from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
+from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
 
 SETUPS = st.builds(
     Setup,
@@ -36,6 +37,7 @@ ASKED = st.fixed_dictionaries({
     "max_tokens": st.sampled_from([24, 12, 1]),
     "priority": st.integers(0, 2),
     "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
+    "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
     "is_late": st.booleans(),
     "patience": st.sampled_from([None, None, 3.0, 12.0]),    # from its arrival to its deadline
 })
@@ -51,6 +53,7 @@ class Engine(RuleBasedStateMachine):
     def start(self, setup: Setup, workload: list[dict]) -> None:
         self.stage = Stage(setup)
         self.expected: dict[str, list[int]] = {}
+        self.expected_scores: dict[str, list[ScoredToken]] = {}
         self.plan = None
         self.num_added = 0
         self.deadlines: dict[str, float | None] = {}
@@ -58,7 +61,10 @@ class Engine(RuleBasedStateMachine):
             self.add(asked)
 
     def _expect(self, request: Request) -> None:
-        self.expected[request.request_id] = solo(request, self.stage.setup)
+        alone = solo_stage(request, self.stage.setup)
+        self.expected[request.request_id] = alone.tokens["solo"]
+        if request.choice_index == 0:
+            self.expected_scores[request.request_id] = alone.scores.get("solo", [])
 
     @rule(asked=ASKED)
     def add(self, asked: dict) -> None:
@@ -67,6 +73,7 @@ class Engine(RuleBasedStateMachine):
         prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
         max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
         fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+                  "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
         deadline = None if asked["patience"] is None else self.stage.now + asked["patience"]
         self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, deadline=deadline, **fields))
@@ -142,6 +149,8 @@ class Engine(RuleBasedStateMachine):
             return
         for name, tokens in self.stage.tokens.items():
             assert tokens == self.expected[name][: len(tokens)], name
+        for name, scores in self.stage.scores.items():
+            assert scores == self.expected_scores[name][: len(scores)], name
 
     def teardown(self) -> None:
         if not hasattr(self, "stage"):
@@ -160,6 +169,7 @@ class Engine(RuleBasedStateMachine):
                 assert deadline is not None and deadline <= stage.now
             elif output.finish_reason is not FinishReason.ABORT:
                 assert stage.tokens[name] == self.expected[name]
+                assert stage.scores.get(name, []) == self.expected_scores.get(name, [])
         stats = stage.scheduler.stats()
         in_transit = stage.scheduler.kv.pool.num_in_transit_blocks
         assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -19,6 +19,7 @@ from paceline.model.chat_template import ChatTemplate
 from paceline.model.dummy import DUMMY_CHAT_TEMPLATE, END_TOKEN_ID, dummy_tokenizer
 from paceline.model.tokenizer import Tokenizer
 from paceline.request import FinishReason, StopMatch
+from paceline.sched.plan import ScoredToken
 
 PANGRAM = b"the quick brown fox jumps over the lazy dog and "
 NUM_BLOCKS = 100
@@ -37,6 +38,18 @@ class FakeModel:
 
 
 Script = Callable[[Submit, int, int], int]
+
+
+def logprob_of(token_id: int) -> float:
+    """What the fake model thinks of a token, wherever it stands: 97 (a) is the likeliest, the rest by distance."""
+    if token_id == END_TOKEN_ID:
+        return -1.0
+    return -0.25 * (1 + abs(token_id - ord("a")))
+
+
+def best_tokens(num_top: int) -> tuple[tuple[int, float], ...]:
+    ranked = sorted(range(300), key=lambda token_id: (-logprob_of(token_id), token_id))
+    return tuple((token_id, logprob_of(token_id)) for token_id in ranked[:num_top])
 
 
 def pangram_script(submit: Submit, choice_index: int, position: int) -> int:
@@ -134,7 +147,7 @@ class FakeEngine:
         self.submitted.append(message)
         stream = FakeStream(self, message.request_id, message.num_choices)
         for index in range(message.num_choices):
-            text = OutputText(self.model.tokenizer, message.sampling.stop)
+            text = OutputText.of(self.model.tokenizer, message.sampling)
             choice = FakeChoice(message, index, text)
             self._running[choice.request_id] = choice
             self._streams[choice.request_id] = stream
@@ -211,7 +224,11 @@ class FakeEngine:
             await self._changed.wait()
 
     def step(self) -> None:
-        outputs = [self._next_token(choice) for choice in tuple(self._running.values())]
+        outputs = []
+        for choice in tuple(self._running.values()):
+            if choice.index == 0 and not choice.token_ids:
+                outputs += self._prompt_scores(choice)
+            outputs.append(self._next_token(choice))
         self._num_steps += 1
         self._deliver(outputs, num_tokens=len(outputs))
 
@@ -244,7 +261,20 @@ class FakeEngine:
             return self._ended(choice, (token_id,), FinishReason.LENGTH)
         return self._news(choice, (token_id,))
 
+    def _prompt_scores(self, choice: FakeChoice) -> list[RequestOutput]:
+        """In two pieces, as of a prompt that ran in two chunks."""
+        num_top = choice.submit.sampling.prompt_logprobs
+        if num_top is None:
+            return []
+        scored = [ScoredToken(token_id, logprob_of(token_id), best_tokens(num_top))
+                  for token_id in choice.submit.prompt_token_ids[1:]]
+        return [self._news(choice, (), prompt_logprobs=tuple(piece)) for piece in (scored[:2], scored[2:]) if piece]
+
     def _news(self, choice: FakeChoice, token_ids: tuple[int, ...], **more: Any) -> RequestOutput:
+        asked = choice.submit.sampling
+        if asked.logprobs is not None:
+            more["logprobs"] = tuple(map(logprob_of, token_ids))
+            more["top_logprobs"] = (best_tokens(asked.logprobs),) * len(token_ids) if asked.logprobs else None
         return RequestOutput(
             request_id=choice.request_id, choice_index=choice.index, token_ids=token_ids,
             num_prompt_tokens=len(choice.submit.prompt_token_ids), num_cached_tokens=self.num_cached_tokens, **more)

@@ -66,3 +66,9 @@ def test_an_echo_alone_has_the_prompts_ids_only(server: RunningServer, stream: b
     choices = [one["choices"][0] for one in (chunks_of(response.text) if stream else [response.json()])]
     assert [one["prompt_token_ids"] for one in choices if "prompt_token_ids" in one] == [list(b"ab")]
     assert all(one["token_ids"] == [] for one in choices)
+
+
+def test_of_several_candidates_the_ids_are_those_of_the_answered_ones(server: RunningServer) -> None:
+    answer = server.completion(prompt="ab", n=2, best_of=4, temperature=1, seed=3, max_tokens=6, return_token_ids=True)
+    for choice in answer.json()["choices"]:
+        assert bytes(choice["token_ids"]).decode() == choice["text"] and len(choice["token_ids"]) == 6
