@@ -14,16 +14,17 @@ from collections.abc import Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
-from ..kv.manager import BlockCopy, KVCacheManager
+from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import MISS, PrefixHit
-from ..request import FinishReason, Request, RequestStatus
+from ..request import Request, RequestStatus
 from .choices import Choices, choice_id
 from .counters import Counters
-from .finish import Finish, FinishRules, append_tokens
-from .limits import Limits, check_fits
+from .deadlines import Deadlines
+from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .limits import Limits, check_fits, parent_of_fork
 from .lookback import has_unscored, history_of, news_of_scores, num_tokens_within, sampling_ref_of, scored_by
 from .ordering import OrderingKey, WaitQueue
-from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
+from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import (
     Preempted,
     Refusal,
@@ -32,15 +33,13 @@ from .plan import (
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
-    Transfer,
-    TransferKind,
 )
 from .policies import Policies
 from .preemption import Yield
 from .step_builder import StepBuilder
+from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 
-ABORTED = Finish(FinishReason.ABORT)
 FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
 
 
@@ -70,8 +69,8 @@ class Scheduler:
         self._counters = Counters()
         self._in_flight: SchedulerOutput | None = None
         self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
-        self._copies: dict[int, BlockCopy] = {}             # by transfer id, until the executor reports them done
-        self._next_transfer_id = 0
+        self._copies = CopiesUnderWay()
+        self._deadlines = Deadlines()
         self._next_step_id = 0
 
     # --- requests come and go
@@ -101,12 +100,7 @@ class Scheduler:
 
         It brings the parent's tokens; those the parent has computed are not computed again.
         """
-        parent = self._requests.get(parent_id)
-        if parent is None or parent.status is not RequestStatus.RUNNING:
-            raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
-        num_shared = parent.num_computed_tokens
-        if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
-            raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
+        parent = parent_of_fork(self._requests, parent_id, child)
         check_fits(child.num_tokens, None, self.limits)
         self._refuse_taken_id(child.request_id)
         self._choices.add(parent_id, child.request_id)
@@ -114,15 +108,11 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[RequestOutput]:
         """Ends these and all their choices, born or not. Unknown and finished ids are no error."""
-        outputs: list[RequestOutput] = []
-        for request_id in request_ids:
-            outputs += self._abort_unborn((request_id, *self._choices.unborn(request_id)), now)
-            for living_id in (request_id, *self._choices.descendants(request_id)):
-                request = self._requests.get(living_id)
-                if request is not None:
-                    self._end(request, ABORTED, now)
-                    outputs.append(output_of(request))
-        return outputs
+        return self._end_families(request_ids, ABORTED, now)
+
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends those whose deadline has come, with all their choices."""
+        return self._end_families(self._deadlines.due(now), EXPIRED, now)
 
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
         """What an unfinished request has generated so far; None for any other."""
@@ -250,7 +240,7 @@ class Scheduler:
 
     def _add_row(self, request: Request, num_new_tokens: int, step: StepBuilder) -> None:
         for copy in self.kv.allocate(request, num_new_tokens):
-            step.add_transfer(self._transfer_of(copy))
+            step.add_transfer(self._copies.begin(copy))
         start = request.num_computed_tokens
         is_sampled = start + num_new_tokens == request.num_tokens
         offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
@@ -268,12 +258,6 @@ class Scheduler:
             )
         )
 
-    def _transfer_of(self, copy: BlockCopy) -> Transfer:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        self._copies[transfer_id] = copy
-        return Transfer(transfer_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
-
     # --- update
 
     def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[RequestOutput]:
@@ -281,7 +265,8 @@ class Scheduler:
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
         self._in_flight = None
-        self._land_transfers(result)
+        for copy in self._copies.land(result):
+            self.kv.copy_done(copy)
         outputs: list[RequestOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests.get(row.request_id)
@@ -296,18 +281,14 @@ class Scheduler:
         self._observe(plan, result)
         return outputs
 
-    def _land_transfers(self, result: StepResult) -> None:
-        for transfer_id in result.transfers_done:
-            copy = self._copies.pop(transfer_id, None)
-            if copy is None:
-                raise InvariantError(f"transfer {transfer_id} was reported done, but was not under way")
-            self.kv.copy_done(copy)
-
     def _advance(
         self, request: Request, row: ScheduledRequest, result: RowResult, now: float, outputs: list[RequestOutput]
     ) -> None:
         if result.request_id != row.request_id:
             raise InvariantError(f"the row of {row.request_id} was answered as {result.request_id}")
+        if result.failure is not None:
+            self._fail(request, now, outputs)
+            return
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
@@ -326,6 +307,13 @@ class Scheduler:
             self.observations.num_finished_output_tokens += request.num_output_tokens
         outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
 
+    def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
+        """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
+        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
+        self.kv.distrust(request)
+        self._end(request, FAILED, now)
+        outputs.append(output_of(request))
+
     def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
         self._counters.num_steps += 1
         self.observations.num_steps += 1
@@ -343,6 +331,7 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self._deadlines.watch(request)
         self._sampling_refs[request.request_id] = sampling_ref_of(request, self._finish_rules.eos_token_ids)
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
@@ -385,15 +374,27 @@ class Scheduler:
         else:
             self.kv.free(request)
         self.kv.forget(request)
+        self._deadlines.forget(request)
         self._choices.ended(request)
         self._counters.ended(request)
 
-    def _abort_unborn(self, child_ids: Iterable[str], now: float) -> list[RequestOutput]:
+    def _end_families(self, request_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for request_id in request_ids:
+            outputs += self._end_unborn((request_id, *self._choices.unborn(request_id)), finish, now)
+            for living_id in (request_id, *self._choices.descendants(request_id)):
+                request = self._requests.get(living_id)
+                if request is not None:
+                    self._end(request, finish, now)
+                    outputs.append(output_of(request))
+        return outputs
+
+    def _end_unborn(self, child_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
         """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
         outputs: list[RequestOutput] = []
         for child_id in child_ids:
             cancelled = self._choices.cancel(child_id)
             if cancelled is not None:
-                parent_id, choice_index = cancelled
-                outputs.append(aborted_before_birth(self._requests[parent_id], child_id, choice_index, now))
+                parent_id, index = cancelled
+                outputs.append(ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now))
         return outputs
