@@ -16,15 +16,16 @@ from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
 from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import MISS, PrefixHit
-from ..request import FinishReason, Request, RequestStatus
+from ..request import Request, RequestStatus
 from .admission import prefill_room
 from .choices import Choices, choice_id
 from .counters import Counters
-from .finish import Finish, FinishRules, append_tokens
-from .limits import Limits, check_fits
+from .deadlines import Deadlines
+from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .limits import Limits, check_fits, parent_of_fork
 from .lookback import has_unscored, news_of_scores, num_tokens_within, sampling_ref_of
 from .ordering import OrderingKey
-from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
+from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
 from .preemption import Yield
@@ -33,7 +34,7 @@ from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 from .wait_queue import WaitQueue
 
-ABORTED = Finish(FinishReason.ABORT)
+
 class Scheduler:
     """Queue, running batch and KV bookkeeping of one engine. Pure: time comes in as `now`."""
 
@@ -61,6 +62,7 @@ class Scheduler:
         self._in_flight: SchedulerOutput | None = None
         self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
         self._copies = CopiesUnderWay()
+        self._deadlines = Deadlines()
         self._next_step_id = 0
 
     # --- requests come and go
@@ -90,12 +92,7 @@ class Scheduler:
 
         It brings the parent's tokens; those the parent has computed are not computed again.
         """
-        parent = self._requests.get(parent_id)
-        if parent is None or parent.status is not RequestStatus.RUNNING:
-            raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
-        num_shared = parent.num_computed_tokens
-        if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
-            raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
+        parent = parent_of_fork(self._requests, parent_id, child)
         check_fits(child.num_tokens, None, self.limits)
         self._refuse_taken_id(child.request_id)
         self._choices.add(parent_id, child.request_id)
@@ -103,15 +100,11 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[RequestOutput]:
         """Ends these and all their choices, born or not. Unknown and finished ids are no error."""
-        outputs: list[RequestOutput] = []
-        for request_id in request_ids:
-            outputs += self._abort_unborn((request_id, *self._choices.unborn(request_id)), now)
-            for living_id in (request_id, *self._choices.descendants(request_id)):
-                request = self._requests.get(living_id)
-                if request is not None:
-                    self._end(request, ABORTED, now)
-                    outputs.append(output_of(request))
-        return outputs
+        return self._end_families(request_ids, ABORTED, now)
+
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends those whose deadline has come, with all their choices."""
+        return self._end_families(self._deadlines.due(now), EXPIRED, now)
 
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
         """What an unfinished request has generated so far; None for any other."""
@@ -272,6 +265,9 @@ class Scheduler:
     ) -> None:
         if result.request_id != row.request_id:
             raise InvariantError(f"the row of {row.request_id} was answered as {result.request_id}")
+        if result.failure is not None:
+            self._fail(request, now, outputs)
+            return
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
@@ -295,6 +291,13 @@ class Scheduler:
         head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
         return None if head is None else head.tenant
 
+    def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
+        """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
+        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
+        self.kv.distrust(request)
+        self._end(request, FAILED, now)
+        outputs.append(output_of(request))
+
     # --- one way in, one way out
 
     def _view(self, now: float) -> SchedulerView:
@@ -307,6 +310,7 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self._deadlines.watch(request)
         self._sampling_refs[request.request_id] = sampling_ref_of(request, self._finish_rules.eos_token_ids)
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
@@ -350,15 +354,27 @@ class Scheduler:
         else:
             self.kv.free(request)
         self.kv.forget(request)
+        self._deadlines.forget(request)
         self._choices.ended(request)
         self._counters.ended(request)
 
-    def _abort_unborn(self, child_ids: Iterable[str], now: float) -> list[RequestOutput]:
+    def _end_families(self, request_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for request_id in request_ids:
+            outputs += self._end_unborn((request_id, *self._choices.unborn(request_id)), finish, now)
+            for living_id in (request_id, *self._choices.descendants(request_id)):
+                request = self._requests.get(living_id)
+                if request is not None:
+                    self._end(request, finish, now)
+                    outputs.append(output_of(request))
+        return outputs
+
+    def _end_unborn(self, child_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
         """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
         outputs: list[RequestOutput] = []
         for child_id in child_ids:
             cancelled = self._choices.cancel(child_id)
             if cancelled is not None:
-                parent_id, choice_index = cancelled
-                outputs.append(aborted_before_birth(self._requests[parent_id], child_id, choice_index, now))
+                parent_id, index = cancelled
+                outputs.append(ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now))
         return outputs
