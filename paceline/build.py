@@ -3,6 +3,7 @@ handed what it needs."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import __version__
+from . import __version__, logs
 from .clock import WallClock
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .engine import llm as llm_module
@@ -20,6 +21,7 @@ from .engine.core import EngineCore
 from .engine.detokenizer import StopFinder
 from .engine.events import EngineEvents, Listener
 from .engine.messages import Ready, RequestOutput
+from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError, ModelError
 from .kv.groups import KVBudget, KVGroup
@@ -178,7 +180,12 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
 
 
 def notice(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    """For a person: through the log where there is one."""
+    logger = logging.getLogger("paceline")
+    if logger.handlers:
+        logger.warning(text)
+    else:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, keep_logits: bool = False) -> Engine:
@@ -194,7 +201,7 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
         max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
-    events = EngineEvents(_report_listener, (ForgetStops(stops),))
+    events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
     core = EngineCore(scheduler, executor, clock, events, stops)
     return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
 
@@ -214,6 +221,18 @@ class ForgetStops:
 
     def on_request_finished(self, output: RequestOutput) -> None:
         self._stops.forget((output.request_id,))
+
+
+class TellFailures:
+    """Says which requests a step failed, and why: their clients are told that it is not their fault."""
+
+    def on_step(self, plan: SchedulerOutput, result: StepResult) -> None:
+        for row in result.rows:
+            if row.failure is not None:
+                notice(f"step {result.step_id}: {row.request_id} ends with an error: {row.failure}")
+
+    def on_request_finished(self, output: RequestOutput) -> None:
+        pass
 
 
 def _report_listener(listener: Listener, failure: Exception) -> None:
@@ -264,6 +283,12 @@ def load_engine(config: EngineConfig) -> Engine:
     return assemble(loaded, config.cache, config.scheduler)
 
 
+def load_engine_logged(config: EngineConfig, log_format: str, log_level: str) -> Engine:
+    """The same in a process of its own, whose log is to look like its front's."""
+    logs.configure(log_format, log_level)
+    return load_engine(config)
+
+
 def draw_seed() -> int:
     """The injected source of seeds for requests that bring none: 63 random bits."""
     return secrets.randbits(63)
@@ -287,8 +312,12 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
-    transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
-    return AsyncEngine(transport, partial(served_model, config.model), server.max_queue)
+    load = partial(load_engine, config)
+    if server.transport == "process":
+        load = partial(load_engine_logged, config, server.log_format, server.log_level)
+    transport = choose(TRANSPORTS, server.transport, "transport")(load)
+    return AsyncEngine(transport, partial(served_model, config.model), QueueLimits.of(server), WallClock(),
+                       server.step_timeout_seconds or None)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:

@@ -26,6 +26,7 @@ class FinishReason(Enum):
     LENGTH = "length"    # max_tokens or the context limit
     ABORT = "abort"      # the client left or asked for it
     ERROR = "error"      # the step failed
+    TIMEOUT = "timeout"  # its deadline came first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ class ShadowExecutor:
         self.steps: list[SchedulerOutput] = []
         self._unreported: list[tuple[int, int]] = []    # (step to report in, transfer id)
         self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}    # rebuilt from plans
+        self.failing: set[str] = set()    # rows of these requests give no token and leave garbage
 
     def kv_layout(self) -> KVLayout:
         return KVLayout(num_blocks=len(self.slots), block_size=self.block_size, bytes_per_block=1)
@@ -82,8 +83,10 @@ class ShadowExecutor:
         for row in plan.all_rows:
             self._poison_beyond(row)
         for row in plan.all_rows:
-            self._write(row)
-        rows = tuple(self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
+            if row.request_id not in self.failing:    # else what it was to write stays poison
+                self._write(row)
+        rows = tuple(RowResult(row.request_id, failure="made to") if row.request_id in self.failing
+                     else self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
         done = tuple(transfer_id for step_id, transfer_id in self._unreported if step_id <= plan.step_id)
         self._unreported = [entry for entry in self._unreported if entry[0] > plan.step_id]
         return StepResult(plan.step_id, rows, duration_seconds=self.seconds_of(plan), transfers_done=done)

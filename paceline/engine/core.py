@@ -1,8 +1,8 @@
 """One engine step: schedule, execute, update, tell. Owns nothing but their order; pure but for what is handed in.
 
-Whatever the executor raises goes up untouched and leaves the plan in flight: the loop around decides that the engine is
-dead and tells every stream. There is no half step to go back to. The clock is imported as a type only, since its module
-reads the wall clock.
+A row that failed is a value in the result and ends its own request. Whatever the executor raises goes up untouched and
+leaves the plan in flight: the loop around decides that the engine is dead and tells every stream. There is no half step
+to go back to. The clock is imported as a type only, since its module reads the wall clock.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these and all their choices; their last outputs come with the next step."""
-        outputs = self.scheduler.abort(request_ids, self.clock.now())
-        self._ended_between_steps += outputs
-        self._tell_finished(outputs)
+        self._note_ends(self.scheduler.abort(request_ids, self.clock.now()))
 
     def has_work(self) -> bool:
         """Whether a step would run something or bring news."""
@@ -71,9 +69,11 @@ class EngineCore:
 
     def step(self) -> Outputs:
         """Runs one step, or only delivers news when there is nothing to run now."""
-        if not self.scheduler.has_work() or self.scheduler.idle_until(self.clock.now()) is not None:
+        now = self.clock.now()
+        self._note_ends(self.scheduler.expire(now))
+        if not self.scheduler.has_work() or self.scheduler.idle_until(now) is not None:
             return Outputs(self._take_news(), self.scheduler.stats())
-        plan = self.scheduler.schedule(self.clock.now())
+        plan = self.scheduler.schedule(now)
         result = self.executor.collect(self.executor.submit(plan))
         if self._find_stops is not None:
             result = self._find_stops(plan, result)
@@ -82,6 +82,11 @@ class EngineCore:
         self._tell_finished(outputs)
         news = (*self._take_news(), *outputs)
         return Outputs(news, self.scheduler.stats(), plan.num_tokens, result.duration_seconds)
+
+    def _note_ends(self, outputs: list[RequestOutput]) -> None:
+        """Ends that no step brought."""
+        self._ended_between_steps += outputs
+        self._tell_finished(outputs)
 
     def _take_news(self) -> tuple[RequestOutput, ...]:
         news = tuple(self._ended_between_steps)

@@ -54,6 +54,11 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
 
+    @property
+    def num_in_transit_blocks(self) -> int:
+        """Blocks that come free when a transfer under way has ended."""
+        return self.pool.num_in_transit_blocks
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that sees all."""
         return -(-num_tokens // self.block_size)
@@ -199,6 +204,12 @@ class KVCacheManager:
         self._prefix_cache.register(request)
         if self._has_windows:
             self._give_back_behind_windows(request)
+
+    def distrust(self, request: Request) -> None:
+        """Nobody shall find this request's blocks any more: what a failed step read or wrote there may be no number."""
+        for table in request.block_tables:
+            for block_id in real_blocks(table):
+                self.pool.clear_hash(block_id)
 
     def free(self, request: Request) -> int:
         """Gives all blocks back; returns how many came free."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InvariantError, StepFailed
+from ..errors import InvariantError
 from ..kv.groups import NULL_BLOCK
 from ..ops.interface import ForwardBatch, SamplingBatch
 from ..sched.plan import InputToken, LastSampled, ScheduledRequest, SchedulerOutput, TransferKind
@@ -114,9 +114,7 @@ def _resolved(token: InputToken, row: ScheduledRequest, last_sampled: Mapping[st
         return token
     if row.request_id not in last_sampled:
         raise InvariantError(f"{row.request_id} continues from a token that the step before did not sample")
-    if last_sampled[row.request_id] < 0:
-        raise StepFailed((row.request_id,), "the step before this one drew no token")
-    return last_sampled[row.request_id]
+    return max(last_sampled[row.request_id], 0)    # a failed draw is -1: the executor fails this row too
 
 
 def _copies(plan: SchedulerOutput) -> NDArray[np.int32]:

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..errors import RequestError
 from ..request import Request
 
 
 def choice_id(parent_id: str, choice_index: int) -> str:
     """The id under which a choice reports: the parent's own for choice 0."""
     return parent_id if choice_index == 0 else f"{parent_id}:{choice_index}"
-
-
-def check_fork(parent: Request, child: Request) -> None:
-    num_shared = parent.num_computed_tokens
-    if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
-        raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
 
 
 class Choices:

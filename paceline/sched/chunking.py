@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..errors import ConfigError
 from .view import SchedulerView
 
 StepBudget: TypeAlias = Callable[[SchedulerView], int]
@@ -58,6 +59,13 @@ def within_target(view: SchedulerView) -> int:
     target_seconds = view.config.itl_target_ms / 1e3 / (1 + model.relative_error)
     share = model.largest_prefill(target_seconds, num_decodes, sum(contexts), context, most)
     return min(most, num_decodes + max(share, LEAST_PREFILL_TOKENS))
+
+
+def check_whole_prompts_fit(chunking: Chunking, max_step_tokens: int | None, max_model_len: int) -> None:
+    """Raises ConfigError where the pool's windows were sized for shorter steps (None: the pool has no windows)."""
+    if chunking.stalls_decode and max_step_tokens is not None and max_step_tokens < max_model_len:
+        raise ConfigError(f"chunking: whole prompts run up to max_model_len={max_model_len} tokens in a step; "
+                          f"the windows of this KV pool were sized for {max_step_tokens}")
 
 
 CHUNKINGS: Mapping[str, Chunking] = {

@@ -16,6 +16,9 @@ class Finish:
 
 
 LENGTH = Finish(FinishReason.LENGTH)
+ABORTED = Finish(FinishReason.ABORT)
+FAILED = Finish(FinishReason.ERROR)
+EXPIRED = Finish(FinishReason.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)

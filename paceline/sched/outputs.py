@@ -93,13 +93,15 @@ def timeline_of(request: Request, finished_at: float) -> RequestTimeline:
     )
 
 
-def aborted_before_birth(parent: Request, request_id: str, choice_index: int, now: float) -> RequestOutput:
+def ended_before_birth(
+    parent: Request, request_id: str, choice_index: int, reason: FinishReason, now: float
+) -> RequestOutput:
     """The end of a choice whose parent was still computing the prompt."""
     return RequestOutput(
         request_id=request_id,
         choice_index=choice_index,
         token_ids=(),
-        finish_reason=FinishReason.ABORT,
+        finish_reason=reason,
         num_prompt_tokens=parent.num_prompt_tokens,
         num_cached_tokens=parent.num_cached_tokens,
         timeline=timeline_of(parent, now),

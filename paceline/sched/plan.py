@@ -170,7 +170,10 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row produced: 0..k tokens in order, with their raw log-probabilities where asked for."""
+    """What a row produced: 0..k tokens in order, with their raw log-probabilities where asked for.
+
+    A row that failed produced nothing, and its K/V is not to be trusted; the other rows of the step are not touched.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -178,6 +181,7 @@ class RowResult:
     stop: StopMatch | None = None    # a stop string ended inside token_ids; tokens after the last are void
     top_logprobs: tuple[TopLogprobs, ...] | None = None    # of each position, where asked for
     scored: tuple[ScoredToken, ...] = ()                   # of the row's scored tokens, all of them
+    failure: str | None = None       # why no usable token came: its request ends with ERROR
 
     def first(self, num_tokens: int) -> RowResult:
         """The same without the tokens after so many."""

@@ -12,33 +12,36 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ..config import SchedulerConfig
-from ..errors import ConfigError, InvariantError, RequestError
+from ..errors import InvariantError, RequestError
 from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import PrefixHit
 from ..request import FinishReason, Request, RequestStatus
 from .batching import PASSING_LIMITS, Batch
 from .books import check_queues
-from .choices import Choices, check_fork, choice_id
+from .choices import Choices, choice_id
+from .chunking import check_whole_prompts_fit
 from .counters import Counters
+from .deadlines import Deadlines
 from .ended import EndedRequests
-from .finish import Finish, FinishRules, append_tokens
+from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
 from .kept import KeptBlocks
-from .limits import Limits, check_fits
+from .limits import Limits, check_fits, parent_of_fork
 from .lookback import news_of_scores, num_tokens_within, sampling_ref_of
 from .ordering import OrderingKey
-from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
+from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
-from .preemption import Yield
+from .room import Room
 from .start import decide, has_slot
 from .step_builder import StepBuilder
 from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 from .wait_queue import WaitQueue
 
-ABORTED = Finish(FinishReason.ABORT)
+PADDED_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Scheduler:
@@ -70,6 +73,8 @@ class Scheduler:
         self._copies = CopiesUnderWay()
         self._batch = Batch()
         self._kept = KeptBlocks(kv, self._counters)
+        self._room = Room(self._ended, self._kept)
+        self._deadlines = Deadlines()
         self._next_step_id = 0
 
     # --- requests come and go
@@ -99,10 +104,7 @@ class Scheduler:
 
         It brings the parent's tokens; those the parent has computed are not computed again.
         """
-        parent = self._requests.get(parent_id)
-        if parent is None or parent.status is not RequestStatus.RUNNING:
-            raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
-        check_fork(parent, child)
+        parent = parent_of_fork(self._requests, parent_id, child)
         check_fits(child.num_tokens, None, self.limits)
         self._refuse_taken_id(child.request_id)
         self._choices.add(parent_id, child.request_id)
@@ -110,25 +112,18 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[RequestOutput]:
         """Ends these and all their choices, born or not. Unknown and finished ids are no error."""
-        outputs: list[RequestOutput] = []
-        for request_id in request_ids:
-            unborn = self._choices.cancel_unborn((request_id, *self._choices.unborn(request_id)))
-            outputs += [aborted_before_birth(self._requests[parent_id], child_id, choice_index, now)
-                        for parent_id, child_id, choice_index in unborn]    # nothing to free, but clients wait
-            for living_id in (request_id, *self._choices.descendants(request_id)):
-                request = self._requests.get(living_id)
-                if request is not None:
-                    self._end(request, ABORTED, now)
-                    outputs.append(output_of(request))
-        self._drop_padding_of_past()
-        return outputs
+        return self._end_families(request_ids, ABORTED, now)
+
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends those whose deadline has come, with all their choices."""
+        return self._end_families(self._deadlines.due(now), EXPIRED, now)
 
     def idle_until(self, now: float) -> float | None:
         """Where nothing can run before some time unless a request arrives: that time. None: a step has work now, or
         there is none at all."""
         if self.running or not len(self.waiting):
             return None
-        opens_at = self.policies.regime.opens_at(self._view(now))
+        opens_at = min(self.policies.regime.opens_at(self._view(now)), self._deadlines.earliest)
         return opens_at if opens_at > now else None
 
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
@@ -139,9 +134,7 @@ class Scheduler:
     def switch_policies(self, policies: Policies) -> None:
         """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order. Raises
         ConfigError and changes nothing where the pool was not made for it."""
-        if policies.chunking.stalls_decode and (self.kv.max_step_tokens or self.max_model_len) < self.max_model_len:
-            raise ConfigError(f"chunking: whole prompts run up to max_model_len={self.max_model_len} tokens in a step; "
-                              f"the windows of this KV pool were sized for {self.kv.max_step_tokens}")
+        check_whole_prompts_fit(policies.chunking, self.kv.max_step_tokens, self.max_model_len)
         self.policies = policies
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
@@ -203,27 +196,11 @@ class Scheduler:
         return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
-        """Frees blocks behind the request until it can go on. False where it must itself wait."""
-        while (num_missing := self.kv.num_blocks_to_continue(request, num_new_tokens) - self.kv.num_free_blocks) > 0:
-            if self._ended.give_way() or self._kept.take(num_missing, self.policies.ordering, view):
-                continue
-            position = self.running.index(request)
-            behind = self.running[position + 1 :]
-            if not behind and position == 0:
-                if not self.kv.pool.num_in_transit_blocks:
-                    raise InvariantError("a request alone does not fit the pool it was accepted for")
-                return False                                # a transfer still holds what it needs
-            victim = self.policies.victim(view, behind) if behind else request
-            how = self.policies.preemption(view, victim)
-            if how is Yield.NOTHING or (how is Yield.TAIL and victim is request):
-                step.is_short_of_blocks = True              # those ahead of it go on and will free theirs
-                return False
-            self._preempt(victim, num_missing if how is Yield.TAIL else None, view, step)
-            if victim is request:
-                return False
-        return True
+        has_room = self._room.make(request, num_new_tokens, self.policies, view, partial(self._preempt, view, step))
+        step.is_short_of_blocks |= not has_room
+        return has_room
 
-    def _preempt(self, victim: Request, num_missing: int | None, view: SchedulerView, step: StepBuilder) -> None:
+    def _preempt(self, view: SchedulerView, step: StepBuilder, victim: Request, num_missing: int | None) -> None:
         """Takes the victim's last blocks as far as they are missing; None: all of them."""
         num_computed_tokens = victim.num_computed_tokens
         num_freed_blocks = self._kept.shrink(victim, num_missing)
@@ -310,6 +287,9 @@ class Scheduler:
     ) -> None:
         if result.request_id != row.request_id:
             raise InvariantError(f"the row of {row.request_id} was answered as {result.request_id}")
+        if result.failure is not None:
+            self._fail(request, now, outputs)
+            return
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
@@ -333,6 +313,13 @@ class Scheduler:
         head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
         return None if head is None else head.tenant
 
+    def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
+        """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
+        self.kv.distrust(request)
+        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
+        self._end(request, FAILED, now)
+        outputs.append(output_of(request))
+
     # --- one way in, one way out
 
     def _view(self, now: float) -> SchedulerView:
@@ -345,6 +332,7 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self._deadlines.watch(request)
         self._sampling_refs[request.request_id] = sampling_ref_of(request, self._finish_rules.eos_token_ids)
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
@@ -386,11 +374,29 @@ class Scheduler:
         request.finish_reason, request.stop, request.finished_at = finish.reason, finish.stop, now
         if self._in_flight is not None:
             self._ended.in_flight.append(request)
-        elif is_running and self.policies.regime.is_padded and finish is not ABORTED:
+        elif is_running and self.policies.regime.is_padded and finish.reason in PADDED_ENDS:
             self._ended.padding.append(request)
         else:
             self.kv.free(request)
         self._kept.forget(request)
         self.kv.forget(request)
+        self._deadlines.forget(request)
         self._choices.ended(request)
         self._counters.ended(request)
+
+    def _end_families(self, request_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for request_id in request_ids:
+            outputs += self._end_unborn((request_id, *self._choices.unborn(request_id)), finish, now)
+            for living_id in (request_id, *self._choices.descendants(request_id)):
+                request = self._requests.get(living_id)
+                if request is not None:
+                    self._end(request, finish, now)
+                    outputs.append(output_of(request))
+        self._drop_padding_of_past()
+        return outputs
+
+    def _end_unborn(self, child_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
+        """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
+        return [ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now)
+                for parent_id, child_id, index in self._choices.cancel_unborn(child_ids)]

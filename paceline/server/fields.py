@@ -127,6 +127,8 @@ COMMON: dict[str, Field] = {
     "user": Field("string", None, 0, 1024, "becomes the tenant"),
     "priority": Field("integer", 0, -(1 << 31), (1 << 31) - 1, "lower is served first, where the server looks at it"),
     "cache_salt": Field("string", None, 1, 1024, "shares cached prompts only with requests of the same salt"),
+    "timeout": Field("number", None, 0.001, 86400, "seconds from arrival to the latest end; none if left out"),
+    "return_token_ids": Field("boolean", False, note="the ids of prompt and output beside the text"),
 }
 COMPLETION: dict[str, Field] = COMMON | {
     "echo": Field("boolean", False, note="the text starts with the prompt"),
@@ -173,7 +175,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar": ("",),
     "regex": (),
     "ebnf": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from ..engine.detokenizer import OutputText
-from ..engine.messages import RequestOutput
+from ..engine.messages import RequestOutput, RequestTimeline
 from ..engine.sampling import best_choices
 from ..model.tokenizer import Tokenizer
 from ..request import FinishReason, SamplingParams
@@ -19,7 +19,7 @@ from .logprobs import Entry
 from .openai import Call
 from .replies import HttpError
 
-PUBLIC_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+PUBLIC_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TIMEOUT: "abort"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,18 @@ class Choice:
         self._drops_output = call.is_echo_only
         self._has_entries = call.num_top_logprobs is not None
         self.num_tokens = 0
+        self.token_ids: list[int] = []                # generated so far, shown or not
         self.num_cached_tokens = 0
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
+        self.end = FinishReason.ABORT.value           # how it ended, while it has not: by the client's leaving
+        self.timeline: RequestTimeline | None = None
 
     def take(self, output: RequestOutput, number: int) -> Piece:
         """What this output brings."""
         self.num_cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:
+            self.end, self.timeline = output.finish_reason.value, output.timeline
             self.finish_reason = PUBLIC_REASONS.get(output.finish_reason)
             if self.finish_reason is None:
                 raise _failure(output.finish_reason)
@@ -55,6 +59,7 @@ class Choice:
             self.finish_reason = self.finish_reason and "length"
             return Piece(number, "", (), self.finish_reason)
         self.num_tokens += len(output.token_ids)
+        self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         entries = _entries(output) if self._has_entries else ()
         if output.finish_reason is None:
@@ -139,6 +144,8 @@ class Generation:
         entries += [Entry(one.token_id, one.logprob, one.top) for one in output.prompt_logprobs]
         if not output.token_ids and output.finish_reason is None:
             return None                           # a part of a prompt, nothing to tell yet
+        if output.finish_reason is FinishReason.TIMEOUT and not (output.token_ids or self.num_completion_tokens):
+            raise HttpError(504, "timeout: over before the first token came", "deadline_exceeded", "timeout")
         number = prompt_index * self._num_candidates + output.choice_index
         return self.choices[number].take(output, number)
 

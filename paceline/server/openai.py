@@ -63,6 +63,7 @@ class Call:
     is_stream: bool
     wants_usage_chunk: bool
     ignored: tuple[str, ...]            # unknown fields, told in a header
+    returns_token_ids: bool = False
 
     @property
     def object_name(self) -> str:
@@ -94,7 +95,7 @@ class CallReader:
         sampling = await self._sampling(body, values, asked)
         if values["echo"] and call.num_top_logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=call.num_top_logprobs)
-        parts = split_prompts(body.get("prompt"), max(self.config.max_queue // call.num_candidates, 1))
+        parts = split_prompts(body.get("prompt"), max(self.config.max_call_choices // call.num_candidates, 1))
         cut = _cutter(values, model, asked)
         prompts = await read_prompts(parts, model, values["add_special_tokens"], cut=cut)
         call = replace(call, prompts=prompts, is_echo_only=wanted == 0)
@@ -148,9 +149,9 @@ class CallReader:
             raise RequestError("best_of: not with stream: the choice is made at the end", "best_of")
         if values["priority"] and not self.engine.model.reads_priority:
             raise Unsupported("priority: not looked at here; a server with --ordering priority does", "priority")
-        if num_candidates > self.config.max_queue:
+        if num_candidates > (most := self.config.max_call_choices):
             name = "n" if num_candidates == values["n"] else "best_of"
-            message = f"{name}: at most {self.config.max_queue} choices fit the queue here, got {num_candidates}"
+            message = f"{name}: at most {most} choices fit the queue here, got {num_candidates}"
             raise RequestError(message, name)
         is_chat = known is KNOWN_CHAT
         return Call(
@@ -170,6 +171,7 @@ class CallReader:
             is_stream=values["stream"],
             wants_usage_chunk=fields.read_stream_options(body, values["stream"]),
             ignored=fields.unknown_fields(body, known, self.config.strict_fields),
+            returns_token_ids=values["return_token_ids"],
         )
 
     async def _sampling(self, body: Mapping[str, Any], values: dict[str, Any], max_tokens: int) -> SamplingParams:
@@ -259,6 +261,7 @@ def _with_submits(
             arrival_time=arrival_time,
             tenant=values["user"] or "default",
             priority=values["priority"],
+            deadline=None if values["timeout"] is None else arrival_time + values["timeout"],
             cache_extras=() if salt is None else (f"salt:{salt}",),
             prompt_index=index,
             num_choices=call.num_candidates,

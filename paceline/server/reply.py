@@ -23,7 +23,9 @@ from .logprobs import ChoiceLogprobs, Entry, joined
 from .openai import Answer, Call, answer_of, usage_of
 from .prompts import off_loop
 from .replies import as_http_error, json_response
+from .request_log import note_generation
 from .sse import DONE, ChunkEvents, error_event
+from .token_ids import EventsWithTokenIds, add_to_answer
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -77,7 +79,11 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._live.add(self)
         try:
-            await self._run(Generation(self._engine, self._call), receive, send)
+            generation = Generation(self._engine, self._call)
+            try:
+                await self._run(generation, receive, send)
+            finally:
+                note_generation(scope, self._call, generation)
         finally:
             self._live.discard(self)
 
@@ -110,7 +116,10 @@ class Reply:
 
         def respond() -> Response:
             answers = self._answers(generation, ["".join(text) for text in texts], entries)
-            return json_response(answer_of(self._call, answers, usage), headers=ignored_header(self._call.ignored))
+            answer = answer_of(self._call, answers, usage)
+            if self._call.returns_token_ids:
+                add_to_answer(answer, self._call, [generation.choices[number] for number in generation.answered()])
+            return json_response(answer, headers=ignored_header(self._call.ignored))
 
         response = await off_loop(self._num_logprobs(usage), respond)
         self._has_started = True
@@ -138,6 +147,8 @@ class Reply:
 
     async def _write_stream(self, generation: Generation, send: Send) -> None:
         events = ChunkEvents(self._call)
+        if self._call.returns_token_ids:
+            events = EventsWithTokenIds(self._call, generation.choices)
         echoes = self._echoes()
         if not generation.choices:
             await self._send_events(send, self._only_echo(events, echoes))

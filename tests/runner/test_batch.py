@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.errors import InvariantError, StepFailed
+from paceline.errors import InvariantError
 from paceline.kv.groups import NULL_BLOCK
 from paceline.request import SamplingParams
 from paceline.runner.batch import BatchBuilder
@@ -77,8 +77,8 @@ def test_the_last_sampled_token_is_filled_in() -> None:
     assert batch.token_ids.tolist() == [42, 1, 43]
     with pytest.raises(InvariantError, match="a continues"):
         BatchBuilder().build(plan(row("a", 5, [LastSampled.TOKEN], (0,))), {"b": 1})
-    with pytest.raises(StepFailed, match="a"):
-        BatchBuilder().build(plan(row("a", 5, [LastSampled.TOKEN], (0,))), {"a": -1})
+    failed = BatchBuilder().build(plan(row("a", 5, [LastSampled.TOKEN], (0,))), {"a": -1})
+    assert failed.token_ids.tolist() == [0]    # some token: the executor drops what comes of it
 
 
 def test_a_table_is_cached_by_the_identity_of_its_tuple() -> None:

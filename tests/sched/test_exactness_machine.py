@@ -1,4 +1,5 @@
-"""Any mix of adding, stepping, forking and aborting, on any size of engine: books hold and tokens equal solo runs."""
+"""Any mix of adding, stepping, forking, aborting, expiring and failing, on any size of engine: books hold and tokens
+equal those of solo runs."""
 
 from __future__ import annotations
 
@@ -62,7 +63,11 @@ ASKED = st.fixed_dictionaries({
     "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
     "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
     "is_late": st.booleans(),
+    "patience": st.sampled_from([None, None, 3.0, 12.0]),    # from its arrival to its deadline
 })
+
+
+UNFORESEEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)
 
 
 class Engine(RuleBasedStateMachine):
@@ -75,6 +80,7 @@ class Engine(RuleBasedStateMachine):
         self.expected_scores: dict[str, list[ScoredToken]] = {}
         self.plan = None
         self.num_added = 0
+        self.deadlines: dict[str, float | None] = {}
         for asked in workload:
             self.add(asked)
 
@@ -93,7 +99,9 @@ class Engine(RuleBasedStateMachine):
         fields = {"priority": asked["priority"], "tenant": asked["tenant"], "seed": self.num_added % 3,
                   "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
-        self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, **fields))
+        deadline = None if asked["patience"] is None else self.stage.now + asked["patience"]
+        self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, deadline=deadline, **fields))
+        self.deadlines[name] = deadline
         for i in range(num_choices):
             self._expect(make_request(f"{name}:{i}" if i else name, prompt, max_tokens, choice_index=i, **fields))
 
@@ -123,6 +131,19 @@ class Engine(RuleBasedStateMachine):
         names = list(self.expected)
         name = names[index % len(names)]
         self.stage.abort(*([name] * (1 + twice)))
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def expire(self) -> None:
+        self.stage.note(self.stage.scheduler.expire(self.stage.now))
+        self.stage.scheduler.check()
+
+    @precondition(lambda self: self.stage.scheduler.has_work())
+    @rule(picked=st.lists(st.integers(0, 1000), min_size=1, max_size=3))
+    def fail(self, picked: list[int]) -> None:
+        """The next row of some of those who run, whatever it is, gives nothing; with them their unborn choices end."""
+        names = [request.request_id for request in self.stage.scheduler.running]
+        self.stage.executor.failing |= {names[index % len(names)] for index in picked if names}
 
     @precondition(lambda self: self.plan is None)
     @rule(index=st.integers(0, 1000), seed=st.integers(0, 3))
@@ -165,7 +186,14 @@ class Engine(RuleBasedStateMachine):
         stage = self.stage.run(max_steps=5000)
         assert stage.finished.keys() == self.expected.keys()
         for name, output in stage.finished.items():
-            if output.finish_reason is not FinishReason.ABORT:
+            failing = stage.executor.failing
+            assert name not in failing or output.finish_reason in UNFORESEEN
+            if output.finish_reason is FinishReason.ERROR:    # it, or the parent it was to be born of
+                assert {name, name.partition(":")[0]} & failing
+            elif output.finish_reason is FinishReason.TIMEOUT:
+                deadline = self.deadlines[name.partition(":")[0]]
+                assert deadline is not None and deadline <= stage.now
+            elif output.finish_reason is not FinishReason.ABORT:
                 assert stage.tokens[name] == self.expected[name]
                 assert stage.scores.get(name, []) == self.expected_scores.get(name, [])
         stats = stage.scheduler.stats()
