@@ -274,9 +274,11 @@ def test_families_with_experts_have_the_windows_of_their_kind() -> None:
     assert of("Mixtral", **MIXTRAL, sliding_window=32).windows == (32, 32)
     assert of("Qwen3Moe", **QWEN3_MOE, sliding_window=32).windows == ()
     assert of("Qwen3Moe", **QWEN3_MOE, sliding_window=32, use_sliding_window=True).windows == (32, 32)
-    for architecture, fields in (("Qwen2Moe", QWEN2_MOE), ("Olmoe", QWEN3_MOE)):
-        with pytest.raises(ModelError, match="sliding_window=32"):
-            of(architecture, **fields, sliding_window=32, use_sliding_window=True)
+    flagged = {"sliding_window": 32, "use_sliding_window": True}
+    qwen2 = of("Qwen2Moe", **QWEN2_MOE, **flagged, num_hidden_layers=4, max_window_layers=3)
+    assert qwen2.windows == (32, None, 32, None)
+    with pytest.raises(ModelError, match="sliding_window=32"):
+        of("Olmoe", **QWEN3_MOE, **flagged)
 
 
 def test_shares_are_renormalised_as_the_family_does_unless_the_config_says() -> None:
