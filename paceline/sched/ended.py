@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..errors import InvariantError
 from ..kv.manager import KVCacheManager
 from ..request import Request
 
@@ -26,6 +29,10 @@ class EndedRequests:
         self.padding.clear()
         if not is_in_flight:
             self.landed()
+
+    def check(self, running: Sequence[Request]) -> None:
+        if self.padding and not running:
+            raise InvariantError("blocks are held for a batch that is over")
 
     def give_way(self) -> bool:
         """Frees the blocks of one that only pads. False: there is none."""
