@@ -46,7 +46,7 @@ from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
 from .ops.machine import available_memory_bytes
 from .ops.program import Program
-from .presets import engine_config
+from .presets import DEFAULT_PRESET, engine_config
 from .runner.executor import ModelExecutor
 from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
 from .sched.admission import ADMISSIONS, ASSURING_ADMISSIONS
@@ -306,7 +306,7 @@ def llm_around(engine: Engine, config: ModelConfig) -> llm_module.LLM:
     return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
-def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
+def LLM(model: str = "smollm2", *, preset: str = DEFAULT_PRESET, **knobs: Any) -> llm_module.LLM:
     """The engine as a library. knobs are those of ModelConfig, CacheConfig and SchedulerConfig, by name."""
     return build_llm(engine_config(preset, {"model": model, **knobs}))
 

@@ -35,6 +35,13 @@ class KeptBlocks:
             self._keeping.pop(request.request_id, None)
         return num_freed_blocks
 
+    def give_up(self, request: Request) -> bool:
+        """All that it kept. False: it keeps nothing."""
+        if request.request_id not in self._keeping:
+            return False
+        self.shrink(request, None)
+        return True
+
     def forget(self, request: Request) -> None:
         """It runs again, or has ended."""
         self._keeping.pop(request.request_id, None)

@@ -236,11 +236,11 @@ class Scheduler:
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
 
     def _frees_kept_blocks(self, head: Request, refusal: Refusal, view: SchedulerView) -> bool:
-        """Where nobody runs who could free a block, victims that wait with some must give way to the head."""
+        """Where nobody runs who could free a block, what victims kept must give way to the head: its own at last."""
         if self.running or refusal.limit != "num_kv_blocks":
             return False
         num_missing = max(refusal.needed - refusal.available, 1)
-        return self._kept.take(num_missing, self.policies.ordering, view, spared=head)
+        return self._kept.take(num_missing, self.policies.ordering, view, head) or self._kept.give_up(head)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
         self.waiting.remove(request)
