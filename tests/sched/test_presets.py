@@ -75,7 +75,7 @@ def starts(stage: Stage) -> list[str]:
 
 
 def is_in_batches(stage: Stage) -> bool:
-    """Nobody starts while one goes on that had its first token before the step before: a batch forms, then is closed."""
+    """Nobody starts while one goes on that had its first token two steps ago: a batch forms, then is closed."""
     first, first_token, last = {}, {}, {}
     for step, plan in enumerate(stage.plans):
         for row in plan.rows:
@@ -83,7 +83,8 @@ def is_in_batches(stage: Stage) -> bool:
             last[row.request_id] = step
             if row.sampling is not None:
                 first_token.setdefault(row.request_id, step)
-    return not any(first_token[other] < first[one] - 1 and last[other] >= first[one] for one in first for other in first)
+    return not any(first_token[other] < first[one] - 1 and last[other] >= first[one]
+                   for one in first for other in first)
 
 
 def refused_by(stage: Stage) -> set[str]:
