@@ -3,8 +3,8 @@
     python scripts/bench_itl.py [MODEL] [--target-ms 50] [--decoders 8] [--prompt-tokens 1500]
 
 The load is the same for each chunking: decoders that never stop, and prompts of random token ids, so nothing is reused;
-the next prompt arrives when the one before has its first token. An inter-token latency is the time between two tokens of
-one decoder. The target should be well above a step of the decoders alone, which is printed first.
+the next prompt arrives a few steps after the one before has had its first token. An inter-token latency is the time
+between two tokens of one decoder. The target should be well above a step of the decoders alone, which is printed first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paceline.config import CacheConfig, ModelConfig, SchedulerConfig
 from paceline.engine.messages import Submit
 from paceline.request import SamplingParams
 
+STEPS_BETWEEN = 5      # of decoders alone, after a prompt; they show how long it kept the decoders waiting
 ROUNDS_TO_LEARN = 2    # prompts before measuring: the step-time model starts without knowledge
 
 
@@ -69,12 +70,14 @@ def measure(loaded: LoadedModel, schedule: SchedulerConfig, arguments: argparse.
         if i == ROUNDS_TO_LEARN:
             latencies, started_at = [], time.perf_counter()
         latencies += load.latencies_until(load.submit(arguments.prompt_tokens, 1))
+        latencies += load.latencies_until(None, STEPS_BETWEEN)
     rate = arguments.prompts * arguments.prompt_tokens / (time.perf_counter() - started_at)
     latencies = sorted(1e3 * one for one in latencies)
     p99 = latencies[int(0.99 * len(latencies))]
     error = engine.core.scheduler.stats().step_time.relative_error
-    print(f"| {schedule.chunking} | {1e3 * statistics.median(alone):.1f} | {statistics.median(latencies):.1f} | {p99:.1f} | "
-          f"{latencies[-1]:.1f} | {p99 / arguments.target_ms:.2f} | {rate:.0f} | {error:.0%} |", flush=True)
+    median_alone, median = 1e3 * statistics.median(alone), statistics.median(latencies)
+    print(f"| {schedule.chunking} | {median_alone:.1f} | {median:.1f} | {p99:.1f} | {latencies[-1]:.1f} | "
+          f"{p99 / arguments.target_ms:.2f} | {rate:.0f} | {error:.0%} |", flush=True)
     engine.close()
 
 
@@ -90,8 +93,8 @@ def main() -> None:
     arguments = parser.parse_args()
     loaded = load_model(ModelConfig(model=arguments.model, dtype=arguments.dtype, max_model_len=4096))
     print(f"{loaded.fingerprint}\ntarget {arguments.target_ms} ms, {arguments.decoders} decoders, prompts of "
-          f"{arguments.prompt_tokens} tokens\n\n| chunking | decode alone, ms | ITL median | p99 | largest | p99 / target | "
-          "prompt tokens/s | error of the model |\n|---|---|---|---|---|---|---|---|", flush=True)
+          f"{arguments.prompt_tokens} tokens\n\n| chunking | decode alone, ms | ITL median | p99 | largest | "
+          "p99 / target | prompt tokens/s | error of the model |\n|---|---|---|---|---|---|---|---|", flush=True)
     schedule = SchedulerConfig(itl_target_ms=arguments.target_ms)
     for _ in range(arguments.repeats):
         for chunking in ("whole", "fixed", "itl_bounded"):

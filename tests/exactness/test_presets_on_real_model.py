@@ -1,4 +1,4 @@
-"""Every preset on the real model, on a roomy and on a starved pool: each of 24 requests has the bits of its solo run."""
+"""Every preset on the real model, on a roomy and a starved pool: each of 24 requests has the bits of its solo run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sixty random combinations of policies on a random model of two layers through the kernels: equal bits, clean books."""
+"""Sixty random combinations of policies, a random model of two layers, the real kernels: equal bits, clean books."""
 
 from __future__ import annotations
 

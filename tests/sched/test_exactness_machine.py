@@ -19,13 +19,12 @@ from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
 
 from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
 
-# Not drawn: preemption never, whose admission reserves (tests/sched/test_preemption.py).
 POLICIES = {
     "regime": st.sampled_from(["continuous", *REGIMES]),
     "gate": st.sampled_from(list(GATES)),
     "ordering": st.sampled_from(list(ORDERINGS)),
     "admission": st.sampled_from(list(ADMISSIONS)),
-    "preemption": st.sampled_from([name for name in PREEMPTIONS if name != "never"]),
+    "preemption": st.sampled_from(list(PREEMPTIONS)),    # never too, whatever the admission: it must not deadlock
     "victim": st.sampled_from(list(VICTIM_RULES)),
     "chunking": st.sampled_from(list(CHUNKINGS)),
 }

@@ -29,7 +29,8 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 def stats(**changes: int) -> EngineStats:
-    values = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10, "num_free_blocks": 10, "step_time": UNKNOWN}
+    values = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+    values |= {"num_blocks": 10, "num_free_blocks": 10, "step_time": UNKNOWN}
     return EngineStats(**(values | changes))
 
 
