@@ -98,7 +98,8 @@ class SchedulerConfig:
     watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
     regime: str = knob("continuous", "when requests may join the running batch: continuous")
     ordering: str = knob("fcfs", "who is admitted first: fcfs, priority, shortest_prompt, longest_prefix (most tokens "
-                         "in the prefix cache) or fair (tenants get equal service)")
+                         "in the prefix cache), fair (tenants get equal service) or deadline (earliest first; what "
+                         "cannot end in time is refused)")
     priority_aging_seconds: float | None = knob(
         None, "seconds of waiting that count as one level of priority; default: waiting counts for nothing, and a "
         "request may wait for ever", least=0.001)

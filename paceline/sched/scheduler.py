@@ -22,6 +22,7 @@ from .choices import Choices, choice_id
 from .counters import Counters
 from .deadlines import Deadlines
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .forecast import refuse_infeasible, would_end_late
 from .limits import Limits, check_fits, parent_of_fork
 from .lookback import has_unscored, news_of_scores, num_tokens_within, sampling_ref_of
 from .ordering import OrderingKey
@@ -83,9 +84,11 @@ class Scheduler:
         ids = [request.request_id] + [choice_id(request.request_id, i) for i in range(1, request.num_choices)]
         for request_id in ids:
             self._refuse_taken_id(request_id)
+        view = self._view(request.arrival_time)
+        refuse_infeasible(view, request, self.policies.ordering)
         self._choices.expect(request)
         self._accept(request)
-        self.waiting.push(request, self._view(request.arrival_time))
+        self.waiting.push(request, view)
 
     def fork(self, parent_id: str, child: Request) -> None:
         """The child goes on from where the running parent stands, on the same blocks; it ends with its parent's abort.
@@ -103,8 +106,18 @@ class Scheduler:
         return self._end_families(request_ids, ABORTED, now)
 
     def expire(self, now: float) -> list[RequestOutput]:
-        """Ends those whose deadline has come, with all their choices."""
-        return self._end_families(self._deadlines.due(now), EXPIRED, now)
+        """Ends those whose deadline has come or cannot be kept any more, with all their choices."""
+        outputs = self._end_families(self._deadlines.due(now), EXPIRED, now)
+        if not self.policies.ordering.keeps_deadlines:
+            return outputs
+        view = self._view(now)
+        while (head := self.waiting.head(view)) is not None and self._is_hopeless(head, view):
+            outputs += self._end_families((head.request_id,), EXPIRED, now)
+        return outputs
+
+    def _is_hopeless(self, request: Request, view: SchedulerView) -> bool:
+        is_new = request.first_scheduled_at is None
+        return is_new and self.policies.ordering.keeps_deadlines and would_end_late(view, request)
 
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
         """What an unfinished request has generated so far; None for any other."""
@@ -216,6 +229,8 @@ class Scheduler:
             return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
         if step.budget_left == 0:
             return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
+        if self._is_hopeless(request, view):                # it ends before the next step
+            return MISS, Refusal(request.request_id, "deadline", needed=1, available=0)
         if step.scored_left == 0 and has_unscored(request):
             return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)
         hit = MISS if has_unscored(request) else self.kv.look_up(request)
