@@ -45,7 +45,7 @@ def all_or_nothing(view: SchedulerView, num_uncomputed_tokens: int, budget_left:
 def within_target(view: SchedulerView) -> int:
     """The decodes, and the largest prefill share with which the step-time model holds itl_target_ms.
 
-    The model's own mean error is added to what it predicts. Without decoders nobody's tokens can come late.
+    Twice the model's mean error is added to what it predicts. Without decoders nobody's tokens can come late.
     """
     most = view.config.max_num_batched_tokens
     contexts = [request.num_computed_tokens for request in view.running if request.num_uncomputed_tokens == 1]
@@ -56,7 +56,7 @@ def within_target(view: SchedulerView) -> int:
         return min(most, num_decodes + FIRST_PREFILL_TOKENS)
     filling = next((request for request in view.running if request.num_uncomputed_tokens > 1), None)
     context = 0 if filling is None else filling.num_computed_tokens
-    target_seconds = view.config.itl_target_ms / 1e3 / (1 + model.relative_error)
+    target_seconds = view.config.itl_target_ms / 1e3 / (1 + 2 * model.relative_error)
     share = model.largest_prefill(target_seconds, num_decodes, sum(contexts), context, most)
     return min(most, num_decodes + max(share, LEAST_PREFILL_TOKENS))
 

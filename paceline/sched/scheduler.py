@@ -18,7 +18,7 @@ from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
 from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import PrefixHit
-from ..request import FinishReason, Request, RequestStatus
+from ..request import Request, RequestStatus
 from .batching import PASSING_LIMITS, Batch
 from .books import check_queues
 from .choices import Choices, choice_id
@@ -27,6 +27,7 @@ from .counters import Counters
 from .deadlines import Deadlines
 from .ended import EndedRequests
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .forecast import is_hopeless, refuse_infeasible
 from .kept import KeptBlocks
 from .limits import Limits, check_fits, parent_of_fork
 from .lookback import news_of_scores, num_tokens_within, sampling_ref_of
@@ -40,8 +41,6 @@ from .step_builder import StepBuilder
 from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 from .wait_queue import WaitQueue
-
-PADDED_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Scheduler:
@@ -95,9 +94,11 @@ class Scheduler:
         ids = [request.request_id] + [choice_id(request.request_id, i) for i in range(1, request.num_choices)]
         for request_id in ids:
             self._refuse_taken_id(request_id)
+        view = self._view(request.arrival_time)
+        refuse_infeasible(view, request, self.policies.ordering)
         self._choices.expect(request)
         self._accept(request)
-        self.waiting.push(request, self._view(request.arrival_time))
+        self.waiting.push(request, view)
 
     def fork(self, parent_id: str, child: Request) -> None:
         """The child goes on from where the running parent stands, on the same blocks; it ends with its parent's abort.
@@ -115,12 +116,17 @@ class Scheduler:
         return self._end_families(request_ids, ABORTED, now)
 
     def expire(self, now: float) -> list[RequestOutput]:
-        """Ends those whose deadline has come, with all their choices."""
-        return self._end_families(self._deadlines.due(now), EXPIRED, now)
+        """Ends those whose deadline has come or cannot be kept any more, with all their choices."""
+        outputs = self._end_families(self._deadlines.due(now), EXPIRED, now)
+        if not self.policies.ordering.keeps_deadlines:
+            return outputs
+        view = self._view(now)
+        while (head := self.waiting.head(view)) is not None and is_hopeless(view, head):
+            outputs += self._end_families((head.request_id,), EXPIRED, now)
+        return outputs
 
     def idle_until(self, now: float) -> float | None:
-        """Where nothing can run before some time unless a request arrives: that time. None: a step has work now, or
-        there is none at all."""
+        """When something can run, unless a request arrives before. None: now, or there is no work at all."""
         if self.running or not len(self.waiting):
             return None
         opens_at = min(self.policies.regime.opens_at(self._view(now)), self._deadlines.earliest)
@@ -189,8 +195,6 @@ class Scheduler:
     def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
         num_tokens = request.num_uncomputed_tokens - self._choices.is_expecting(request)
-        if request.sampling.prompt_logprobs is None:
-            return num_tokens
         return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
@@ -277,7 +281,7 @@ class Scheduler:
         self._drop_padding_of_past()
         self._counters.step_ran(plan, self.config.max_num_seqs)
         self.observations.note_step(plan, result)
-        self.observations.service.settle(self._least_served(), self.running)
+        self.observations.service.settle(self.waiting.least_served(self._view(0.0)), self.running)
         return outputs
 
     def _advance(
@@ -306,10 +310,6 @@ class Scheduler:
             self._end(request, finish, now)
             self.observations.note_end(request)
         outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
-
-    def _least_served(self) -> str | None:
-        head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
-        return None if head is None else head.tenant
 
     def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
         """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
@@ -372,7 +372,7 @@ class Scheduler:
         request.finish_reason, request.stop, request.finished_at = finish.reason, finish.stop, now
         if self._in_flight is not None:
             self._ended.in_flight.append(request)
-        elif is_running and self.policies.regime.is_padded and finish.reason in PADDED_ENDS:
+        elif is_running and self.policies.regime.is_padded and finish.is_of_its_own:
             self._ended.padding.append(request)
         else:
             self.kv.free(request)
