@@ -241,6 +241,7 @@ class Stage:
 
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
+        self.note(self.scheduler.expire(self.now))
         plan = self.scheduler.schedule(self.now)
         assert plan.num_tokens <= self.setup.max_num_batched_tokens or len(plan.rows) == 1
         assert plan.num_running <= self.setup.max_num_seqs
