@@ -14,11 +14,6 @@ class Finish:
     reason: FinishReason
     stop: StopMatch | None = None
 
-    @property
-    def is_of_its_own(self) -> bool:
-        """The request generated all that it would; nobody broke it off."""
-        return self.reason in (FinishReason.STOP, FinishReason.LENGTH)
-
 
 LENGTH = Finish(FinishReason.LENGTH)
 ABORTED = Finish(FinishReason.ABORT)

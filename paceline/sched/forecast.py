@@ -33,14 +33,14 @@ def seconds_to_wait(view: SchedulerView, request: Request, ordering: Ordering) -
     return (num_ahead + 1) * view.observations.pace.request_seconds / max(len(view.running), 1)
 
 
-def is_hopeless(view: SchedulerView, request: Request) -> bool:
-    """It has not started and would end too late: it never starts."""
-    return request.first_scheduled_at is None and would_end_late(view, request)
-
-
 def would_end_late(view: SchedulerView, request: Request) -> bool:
     """Whether it would miss its deadline though it started now."""
     return request.deadline is not None and view.now + seconds_to_serve(view, request) > request.deadline
+
+
+def is_hopeless(view: SchedulerView, request: Request, ordering: Ordering) -> bool:
+    """Whether a request that has not started yet is to end instead, because its deadline cannot be kept any more."""
+    return ordering.keeps_deadlines and request.first_scheduled_at is None and would_end_late(view, request)
 
 
 def refuse_infeasible(view: SchedulerView, request: Request, ordering: Ordering) -> None:

@@ -18,10 +18,10 @@ from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
 from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import PrefixHit
-from ..request import Request, RequestStatus
+from ..request import FinishReason, Request, RequestStatus
 from .batching import PASSING_LIMITS, Batch
 from .books import check_queues
-from .choices import Choices, choice_id
+from .choices import Choices, choice_ids
 from .chunking import check_whole_prompts_fit
 from .counters import Counters
 from .deadlines import Deadlines
@@ -41,6 +41,8 @@ from .step_builder import StepBuilder
 from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 from .wait_queue import WaitQueue
+
+PADDED_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Scheduler:
@@ -89,10 +91,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Accepts a request, or raises RequestError and changes nothing."""
         check_fits(request.num_prompt_tokens, request.sampling.max_tokens, self.limits)
-        if request.num_choices < 1:
-            raise RequestError(f"n: must be at least 1, got {request.num_choices}", param="n")
-        ids = [request.request_id] + [choice_id(request.request_id, i) for i in range(1, request.num_choices)]
-        for request_id in ids:
+        for request_id in choice_ids(request):
             self._refuse_taken_id(request_id)
         view = self._view(request.arrival_time)
         refuse_infeasible(view, request, self.policies.ordering)
@@ -121,12 +120,13 @@ class Scheduler:
         if not self.policies.ordering.keeps_deadlines:
             return outputs
         view = self._view(now)
-        while (head := self.waiting.head(view)) is not None and is_hopeless(view, head):
+        while (head := self.waiting.head(view)) is not None and is_hopeless(view, head, self.policies.ordering):
             outputs += self._end_families((head.request_id,), EXPIRED, now)
         return outputs
 
     def idle_until(self, now: float) -> float | None:
-        """When something can run, unless a request arrives before. None: now, or there is no work at all."""
+        """Where nothing can run before some time unless a request arrives: that time. None: a step has work now, or
+        there is none at all."""
         if self.running or not len(self.waiting):
             return None
         opens_at = min(self.policies.regime.opens_at(self._view(now)), self._deadlines.earliest)
@@ -195,6 +195,8 @@ class Scheduler:
     def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
         num_tokens = request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        if request.sampling.prompt_logprobs is None:
+            return num_tokens
         return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
@@ -229,7 +231,7 @@ class Scheduler:
         while (request := self.waiting.head(view)) is not None:
             hit, step.refusal = decide(request, self._choices.is_expecting(request), self.policies, view, step)
             if step.refusal is not None:
-                if self._frees_kept_blocks(request, step.refusal, view):
+                if self._kept.make_way(request, step.refusal, self.policies.ordering, view):
                     continue
                 return                                      # nobody passes the head: nobody starves
             step.num_started += 1
@@ -238,13 +240,6 @@ class Scheduler:
             num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, 0)
             step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
-
-    def _frees_kept_blocks(self, head: Request, refusal: Refusal, view: SchedulerView) -> bool:
-        """Where nobody runs who could free a block, what victims kept must give way to the head: its own at last."""
-        if self.running or refusal.limit != "num_kv_blocks":
-            return False
-        num_missing = max(refusal.needed - refusal.available, 1)
-        return self._kept.take(num_missing, self.policies.ordering, view, head) or self._kept.give_up(head)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
         self.waiting.remove(request)
@@ -281,7 +276,7 @@ class Scheduler:
         self._drop_padding_of_past()
         self._counters.step_ran(plan, self.config.max_num_seqs)
         self.observations.note_step(plan, result)
-        self.observations.service.settle(self.waiting.least_served(self._view(0.0)), self.running)
+        self.observations.service.settle(self._least_served(), self.running)
         return outputs
 
     def _advance(
@@ -310,6 +305,10 @@ class Scheduler:
             self._end(request, finish, now)
             self.observations.note_end(request)
         outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
+
+    def _least_served(self) -> str | None:
+        head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
+        return None if head is None else head.tenant
 
     def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
         """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
@@ -372,7 +371,7 @@ class Scheduler:
         request.finish_reason, request.stop, request.finished_at = finish.reason, finish.stop, now
         if self._in_flight is not None:
             self._ended.in_flight.append(request)
-        elif is_running and self.policies.regime.is_padded and finish.is_of_its_own:
+        elif is_running and self.policies.regime.is_padded and finish.reason in PADDED_ENDS:
             self._ended.padding.append(request)
         else:
             self.kv.free(request)

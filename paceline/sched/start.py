@@ -21,7 +21,7 @@ def decide(
         return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
     if step.budget_left == 0:
         return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
-    if policies.ordering.keeps_deadlines and is_hopeless(view, request):    # it ends before the next step
+    if is_hopeless(view, request, policies.ordering):       # it ends before the next step
         return MISS, Refusal(request.request_id, "deadline", needed=1, available=0)
     if step.scored_left == 0 and has_unscored(request):
         return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)

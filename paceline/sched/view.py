@@ -82,7 +82,7 @@ class Observations:
         self.num_step_tokens += plan.num_tokens
         self.step_seconds += result.duration_seconds
         self.step_time.observe(plan, result.duration_seconds)
-        self.pace.note_step(len(plan.all_rows), plan.num_tokens, result.duration_seconds)
+        self.pace.note_step(len(plan.rows), plan.num_tokens, result.duration_seconds)
         self.num_steps_since_start = 0 if plan.num_started else self.num_steps_since_start + 1
 
     def note_end(self, request: Request) -> None:

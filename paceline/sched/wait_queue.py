@@ -45,11 +45,6 @@ class WaitQueue:
         """Who is next; stays in the queue."""
         return self._picker.head(view) if self._waiting else None
 
-    def least_served(self, view: SchedulerView) -> str | None:
-        """The tenant of the next request, where the ordering goes by tenants."""
-        head = self.head(view) if isinstance(self._picker, _Lanes) else None
-        return None if head is None else head.tenant
-
     def oldest(self) -> Request | None:
         """Who has been queued longest."""
         return next(iter(self._waiting.values()), None)

@@ -163,7 +163,7 @@ class Engine(RuleBasedStateMachine):
                              arrival_time=parent.arrival_time, priority=parent.priority)
         if child.num_tokens < self.stage.scheduler.max_model_len:
             self._expect(child)
-            self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its parent
+            self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its family
             self.stage.scheduler.fork(parent.request_id, child)
             self.stage.scheduler.check()
 
