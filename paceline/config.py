@@ -96,7 +96,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1,
                                        most=1 << 20)
     watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
-    regime: str = knob("continuous", "when requests may join the running batch: continuous")
+    regime: str = knob("continuous", "when requests may join the running batch: static (when all of it has ended), "
+                       "static_padded (likewise, and finished rows run on), dynamic (likewise, once it would be full "
+                       "or batch_timeout_seconds have passed) or continuous (at any step)")
+    batch_timeout_seconds: float = knob(0.05, "under regime dynamic, seconds that a batch which is not full waits for "
+                                        "others, counted from the arrival of its oldest request", least=0.0, most=60.0)
     ordering: str = knob("fcfs", "who is admitted first: fcfs, priority, shortest_prompt, longest_prefix (most tokens "
                          "in the prefix cache), fair (tenants get equal service) or deadline (earliest first; what "
                          "cannot end in time is refused)")
@@ -123,9 +127,16 @@ class SchedulerConfig:
     max_waiting_tokens: int = knob(20, "or when this many steps ran since a request last started", least=0)
     max_batch_prefill_tokens: int | None = knob(
         None, "tokens being prefilled at once; one request may always be; default: no limit but a step's", least=1)
-    preemption: str = knob("recompute", "what happens when blocks run out: recompute")
-    victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival or lowest_priority")
-    chunking: str = knob("fixed", "how a step's token budget is split: fixed")
+    preemption: str = knob("recompute", "what happens when blocks run out: recompute (all of a victim's), "
+                           "recompute_tail (its last blocks, as many as are missing) or never (needs an admission "
+                           "that assures all blocks up front: reserve)")
+    victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival, lowest_priority, most_blocks or "
+                       "most_remaining")
+    chunking: str = knob("fixed", "how a step's token budget is split: whole (a prompt in one step, decode stalls), "
+                         "fixed (prefill takes what decode leaves) or itl_bounded (no more prefill beside decode than "
+                         "holds itl_target_ms)")
+    itl_target_ms: float = knob(50.0, "under chunking itl_bounded, milliseconds that a step with decodes may take by "
+                                "the fitted step-time model", least=0.1)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -137,6 +148,9 @@ class SchedulerConfig:
 
 # Knobs that count only under some policies: the concern, and the names that look at the knob.
 READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "batch_timeout_seconds": ("regime", ("dynamic",)),
+    "itl_target_ms": ("chunking", ("itl_bounded",)),
+    "victim": ("preemption", ("recompute", "recompute_tail")),
     "watermark": ("admission", ("watermark",)),
     "overcommit_quantile": ("admission", ("overcommit",)),
     "priority_aging_seconds": ("ordering", ("priority",)),

@@ -81,7 +81,7 @@ def test_tenant_weights_name_tenants() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"preset='orca' is unknown; choose from \['paceline', 'vllm'\]"):
+    with pytest.raises(ConfigError, match=r"preset='orca' is unknown; choose from \['dynamic', 'fastgen', .*'vllm'\]"):
         preset_named("orca")
 
 

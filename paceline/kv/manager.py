@@ -27,7 +27,8 @@ class BlockCopy:
 
 
 class KVCacheManager:
-    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs."""
+    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs; pools without
+    windows do not care."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class KVCacheManager:
         self._budget = KVBudget(num_blocks, block_size, self.groups, max_step_tokens)
         self._prefix_cache = prefix_cache(self.pool, block_size, self.groups)
         self._has_windows = any(group.window is not None for group in self.groups)
+        self.max_step_tokens = max_step_tokens if self._has_windows else None
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
 
     # --- questions: nothing changes
@@ -51,6 +53,11 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
+
+    @property
+    def num_in_transit_blocks(self) -> int:
+        """Blocks that come free when a transfer under way has ended."""
+        return self.pool.num_in_transit_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that sees all."""
@@ -61,7 +68,18 @@ class KVCacheManager:
         return self._budget.num_tokens_that_fit(limit)
 
     def look_up(self, request: Request) -> PrefixHit:
+        """What starting would find computed: in the cache, or in the blocks a victim kept."""
+        if request.block_tables:
+            return PrefixHit(request.block_tables, request.num_computed_tokens)
         return self._prefix_cache.match(request)
+
+    def computing_next_block(self, request: Request, hit: PrefixHit) -> str | None:
+        """Who is just now computing the full block that follows this hit: the id of a started request."""
+        return self._prefix_cache.computing(request, hit.num_tokens)
+
+    def num_blocks_held(self, request: Request) -> int:
+        """Shared ones included."""
+        return sum(len(real_blocks(table)) for table in request.block_tables)
 
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int:
         """Free blocks that starting with this hit uses up: new ones, and cached ones that stop being free.
@@ -151,8 +169,9 @@ class KVCacheManager:
     def start(self, request: Request, hit: PrefixHit) -> None:
         """Blocks for every token known so far, behind no window; the hit's tokens count as computed."""
         held = hit.block_ids or self._no_blocks
-        for table in held:    # first of all: the blocks just found must not be taken below
-            self.pool.touch(real_blocks(table))
+        if held is not request.block_tables:
+            for table in held:    # first of all: the blocks just found must not be taken below
+                self.pool.touch(real_blocks(table))
         num_blocks = self.num_blocks_for(request.num_tokens)
         request.block_tables = tuple(
             table + self.pool.take(num_blocks - len(table)) if group.window is None else table
@@ -199,7 +218,40 @@ class KVCacheManager:
         for table in request.block_tables:
             self.pool.release(real_blocks(table))
         request.block_tables = ()
+        self._prefix_cache.stop(request)
         return self.pool.num_free_blocks - num_free_before
+
+    def free_tail(self, request: Request, num_missing: int | None) -> int:
+        """Gives back as many of the last blocks as make `num_missing` come free, all where that takes all or None is
+        asked; what they held counts as computed no more. Returns how many came free."""
+        num_kept = 0 if num_missing is None else self._num_kept(request, num_missing)
+        if num_kept == 0:
+            request.num_computed_tokens = 0
+            return self.free(request)
+        num_free_before = self.pool.num_free_blocks
+        for table in request.block_tables:
+            self.pool.release(real_blocks(table[num_kept:]))
+        request.block_tables = tuple(table[:num_kept] for table in request.block_tables)
+        request.num_computed_tokens = min(request.num_computed_tokens, num_kept * self.block_size)
+        self._prefix_cache.stop(request)
+        return self.pool.num_free_blocks - num_free_before
+
+    def _num_kept(self, request: Request, num_missing: int) -> int:
+        """The longest table, in blocks, that leaves enough free and whose end no group's window looks back past."""
+        num_freed = 0
+        for num_kept in range(max(map(len, request.block_tables), default=0) - 1, 0, -1):
+            last = [table[num_kept] for table in request.block_tables if len(table) > num_kept]
+            num_freed += sum(1 for block_id in real_blocks(last) if self.pool.is_freed_by_release(block_id))
+            if num_freed >= num_missing and self._can_go_on_from(request, num_kept):
+                return num_kept
+        return 0
+
+    def _can_go_on_from(self, request: Request, num_blocks: int) -> bool:
+        position = min(request.num_computed_tokens, num_blocks * self.block_size)
+        return all(
+            NULL_BLOCK not in table[group.first_block(position, self.block_size) : num_blocks]
+            for group, table in zip(self.groups, request.block_tables, strict=True)
+        )
 
     def forget(self, request: Request) -> None:
         """The request has ended: nothing is remembered under its id but the blocks it may still hold."""

@@ -6,12 +6,22 @@ ids agreed from the start, so that nobody else can take them and an abort can na
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from ..errors import RequestError
 from ..request import Request
 
 
 def choice_id(parent_id: str, choice_index: int) -> str:
     """The id under which a choice reports: the parent's own for choice 0."""
     return parent_id if choice_index == 0 else f"{parent_id}:{choice_index}"
+
+
+def choice_ids(request: Request) -> list[str]:
+    """Ids of all choices of a request. Raises RequestError where it asks for none."""
+    if request.num_choices < 1:
+        raise RequestError(f"n: must be at least 1, got {request.num_choices}", param="n")
+    return [choice_id(request.request_id, index) for index in range(request.num_choices)]
 
 
 class Choices:
@@ -57,7 +67,12 @@ class Choices:
             found += [child_id, *self.descendants(child_id)]
         return found
 
-    def cancel(self, child_id: str) -> tuple[str, int] | None:
+    def cancel_unborn(self, child_ids: Iterable[str]) -> list[tuple[str, str, int]]:
+        """Those of these ids that were still expected, and are no more: parent id, child id, choice index."""
+        cancelled = [(child_id, self._cancel(child_id)) for child_id in child_ids]
+        return [(found[0], child_id, found[1]) for child_id, found in cancelled if found is not None]
+
+    def _cancel(self, child_id: str) -> tuple[str, int] | None:
         """This choice shall not be born. Returns its parent's id and its index, None where none was expected."""
         parent_id = self._parent_of_unborn.pop(child_id, None)
         if parent_id is None:

@@ -38,6 +38,11 @@ def would_end_late(view: SchedulerView, request: Request) -> bool:
     return request.deadline is not None and view.now + seconds_to_serve(view, request) > request.deadline
 
 
+def is_hopeless(view: SchedulerView, request: Request, ordering: Ordering) -> bool:
+    """Whether a request that has not started yet is to end instead, because its deadline cannot be kept any more."""
+    return ordering.keeps_deadlines and request.first_scheduled_at is None and would_end_late(view, request)
+
+
 def refuse_infeasible(view: SchedulerView, request: Request, ordering: Ordering) -> None:
     """At the door. Raises RequestError where by the forecast the request would end after its deadline."""
     if request.deadline is None or not ordering.keeps_deadlines:

@@ -11,12 +11,16 @@ from ..kv.prefix_hash import PrefixHit
 from ..request import Request
 from .observed import OutputLengths, Pace, TenantService
 from .plan import SchedulerOutput, StepResult
+from .step_time import StepTimeModel
 
 
 class WaitingView(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]: ...
+
+    def oldest(self) -> Request | None:
+        """Who has been queued longest."""
 
 
 class KVView(Protocol):
@@ -28,15 +32,34 @@ class KVView(Protocol):
     @property
     def num_free_blocks(self) -> int: ...
 
+    @property
+    def num_in_transit_blocks(self) -> int: ...
+
     def num_blocks_for(self, num_tokens: int) -> int: ...
 
     def look_up(self, request: Request) -> PrefixHit: ...
+
+    def computing_next_block(self, request: Request, hit: PrefixHit) -> str | None: ...
+
+    def num_blocks_to_continue(self, request: Request, num_new_tokens: int) -> int: ...
+
+    def num_blocks_held(self, request: Request) -> int: ...
 
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int: ...
 
     def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int: ...
 
     def num_blocks_to_grow(self, growing: Iterable[tuple[Request, int]]) -> int: ...
+
+
+class BatchView(Protocol):
+    """The batch of regimes that run whole batches (`batching.Batch`)."""
+
+    @property
+    def num_members(self) -> int: ...
+
+    @property
+    def is_open(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -52,11 +75,13 @@ class Observations:
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
     pace: Pace = field(default_factory=Pace)
     service: TenantService = field(default_factory=TenantService)
+    step_time: StepTimeModel = field(default_factory=StepTimeModel)
 
     def note_step(self, plan: SchedulerOutput, result: StepResult) -> None:
         self.num_steps += 1
         self.num_step_tokens += plan.num_tokens
         self.step_seconds += result.duration_seconds
+        self.step_time.observe(plan, result.duration_seconds)
         self.pace.note_step(len(plan.rows), plan.num_tokens, result.duration_seconds)
         self.num_steps_since_start = 0 if plan.num_started else self.num_steps_since_start + 1
 
@@ -78,3 +103,4 @@ class SchedulerView:
     config: SchedulerConfig
     observations: Observations
     max_model_len: int              # tokens that no request grows beyond
+    batch: BatchView

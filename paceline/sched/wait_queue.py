@@ -45,6 +45,10 @@ class WaitQueue:
         """Who is next; stays in the queue."""
         return self._picker.head(view) if self._waiting else None
 
+    def oldest(self) -> Request | None:
+        """Who has been queued longest."""
+        return next(iter(self._waiting.values()), None)
+
     def remove(self, request: Request) -> None:
         del self._waiting[request.request_id]
         self._picker.remove(request)

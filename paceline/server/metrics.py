@@ -25,6 +25,7 @@ from ..clock import Clock
 from ..engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
 from ..request import FinishReason
 from .engine_port import EngineInfo
+from .schedule_metrics import ScheduleMetrics
 
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKEN_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -102,6 +103,7 @@ class Metrics:
         self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
                             registry=registry).labels(*self._values)
         ProcessCollector(registry=registry)
+        self._schedule = ScheduleMetrics(registry, LABELS, self._values)
         self._engine_info = dict(engine_info)
         self._stats: EngineStats | None = None
         self._progress: dict[str, Progress] = {}
@@ -134,6 +136,7 @@ class Metrics:
         for name, attribute in STATS_COUNTERS.items():
             before = 0 if last is None else getattr(last, attribute)
             self._counters[name].inc(getattr(stats, attribute) - before)
+        self._schedule.take(stats)
 
     def _publish_cache_info(self, stats: EngineStats) -> None:
         """Facts as labels of a gauge that is always 1, known with the first step."""

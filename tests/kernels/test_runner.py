@@ -102,7 +102,8 @@ class Requests:
             np.zeros((0, 2), np.int32) if copies is None else copies,
             np.full(w, self.temperature, np.float32), np.full(w, 50, np.int32), np.full(w, 0.95, np.float32),
             np.array([rows[i] + 100 for i in wanting], np.uint64), np.zeros(w, np.uint32), np.zeros(w, np.uint32),
-            np.array([len(self.tokens[rows[i]]) for i in wanting], np.uint64), np.ones(w, np.uint8), wants_logits=True)[:3]
+            np.array([len(self.tokens[rows[i]]) for i in wanting], np.uint64), np.ones(w, np.uint8),
+            wants_logits=True)[:3]
         for row, count in counts.items():
             self.num_computed[row] += count
         for i, token, logprob, row_logits in zip(wanting, ids, logprobs, logits, strict=True):

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks our server over HTTP and transformers in process about the same f32 weights, item by item."""
+"""lm-evaluation-harness asks our server over HTTP and transformers in process about the same f32 weights."""
 
 from __future__ import annotations
 

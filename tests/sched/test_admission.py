@@ -20,13 +20,13 @@ def rows_of(plan) -> dict[str, int]:
 
 def test_first_come_first_served_whatever_the_order_of_adding() -> None:
     stage = Stage(Setup(max_num_seqs=2))
-    stage.add(*(make_request(name, arrival_time=at) for name, at in (("c", 3.0), ("a", 1.0), ("b", 2.0))))
+    stage.add(*(make_request(name, arrival_time=at, salt=int(at)) for name, at in (("c", 3.0), ("a", 1.0), ("b", 2.0))))
     assert list(rows_of(stage.step())) == ["a", "b"]
 
 
 def test_equal_arrivals_go_by_request_id() -> None:
     stage = Stage(Setup())
-    stage.add(make_request("b"), make_request("a"), make_request("c"))
+    stage.add(make_request("b"), make_request("a", salt=1), make_request("c", salt=2))
     assert list(rows_of(stage.step())) == ["a", "b", "c"]
 
 

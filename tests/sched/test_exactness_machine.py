@@ -11,13 +11,24 @@ from paceline.errors import RequestError
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
 from paceline.sched.admission import ADMISSIONS
+from paceline.sched.batching import REGIMES
+from paceline.sched.chunking import CHUNKINGS
 from paceline.sched.gate import GATES
 from paceline.sched.ordering import ORDERINGS
 from paceline.sched.plan import ScoredToken
-from paceline.sched.preemption import VICTIM_RULES
+from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
 
 from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
 
+POLICIES = {
+    "regime": st.sampled_from(["continuous", *REGIMES]),
+    "gate": st.sampled_from(list(GATES)),
+    "ordering": st.sampled_from(list(ORDERINGS)),
+    "admission": st.sampled_from(list(ADMISSIONS)),
+    "preemption": st.sampled_from(list(PREEMPTIONS)),    # never too, whatever the admission: it must not deadlock
+    "victim": st.sampled_from(list(VICTIM_RULES)),
+    "chunking": st.sampled_from(list(CHUNKINGS)),
+}
 SETUPS = st.builds(
     Setup,
     num_blocks=st.sampled_from([8, 9, 10, 12, 60]),
@@ -27,10 +38,9 @@ SETUPS = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     max_model_len=st.sampled_from([40, 16]),
     prefix_cache=st.sampled_from(["none", "hash"]),
-    ordering=st.sampled_from(list(ORDERINGS)),
-    victim=st.sampled_from(list(VICTIM_RULES)),
-    admission=st.sampled_from(list(ADMISSIONS)),
-    gate=st.sampled_from(list(GATES)),
+    **POLICIES,
+    batch_timeout_seconds=st.sampled_from([0.0, 3.0]),
+    itl_target_ms=st.sampled_from([9.0, 20.0]),    # the executor's steps take 10
     knobs=st.fixed_dictionaries({
         "priority_aging_seconds": st.sampled_from([None, 2.0]),
         "aging_tokens_per_second": st.sampled_from([0.5, 100.0]),
@@ -153,14 +163,15 @@ class Engine(RuleBasedStateMachine):
                              arrival_time=parent.arrival_time, priority=parent.priority)
         if child.num_tokens < self.stage.scheduler.max_model_len:
             self._expect(child)
-            self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its parent
+            self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its family
             self.stage.scheduler.fork(parent.request_id, child)
             self.stage.scheduler.check()
 
     @precondition(lambda self: self.plan is None)
-    @rule(ordering=st.sampled_from(list(ORDERINGS)), victim=st.sampled_from(list(VICTIM_RULES)),
-          admission=st.sampled_from(list(ADMISSIONS)), gate=st.sampled_from(list(GATES)))
-    def switch(self, **names: str) -> None:
+    @rule(names=st.fixed_dictionaries(POLICIES))
+    def switch(self, names: dict[str, str]) -> None:
+        if names["chunking"] == "whole" and self.stage.setup.chunking != "whole":
+            names["chunking"] = "fixed"    # refused where windows were sized for less
         self.stage.scheduler.switch_policies(make_policies(**names))
 
     @invariant()

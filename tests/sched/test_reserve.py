@@ -104,7 +104,7 @@ def test_after_a_switch_to_reserve_only_those_from_before_are_preempted(
     for _ in range(num_steps):
         if stage.scheduler.has_work():
             stage.step()
-    stage.scheduler.switch_policies(make_policies(setup.ordering, admission="reserve"))
+    stage.scheduler.switch_policies(make_policies(ordering=setup.ordering, admission="reserve"))
     from_before = {request.request_id for request in stage.scheduler.running}
     while stage.scheduler.has_work():
         plan = stage.step()
