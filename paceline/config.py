@@ -143,7 +143,7 @@ class SchedulerConfig:
         tenant_weights(self.tenant_weights)
 
     def weight_of_tenant(self, tenant: str) -> float:
-        return tenant_weights(self.tenant_weights).get(tenant, 1.0)
+        return tenant_weights(self.tenant_weights).get(tenant, 1.0) if self.tenant_weights else 1.0
 
 
 # Knobs that count only under some policies: the concern, and the names that look at the knob.

@@ -132,13 +132,14 @@ class KVCacheManager:
         held_in_windows: set[int] = set()
         for request, num_tokens in growing:
             position, num_blocks = request.num_computed_tokens, self.num_blocks_for(num_tokens)
+            block = position // self.block_size
             for group, table in zip(self.groups, request.block_tables, strict=True):
                 if group.window is None:
-                    num_needed += max(num_blocks - len(table), 0)
+                    num_copies = block < len(table) and self.pool.num_refs(table[block]) > 1
+                    num_needed += max(num_blocks - len(table), 0) + num_copies
                 else:
                     num_needed += self._most_in_window(group, position, num_tokens, request.num_uncomputed_tokens)
                     held_in_windows.update(real_blocks(table))
-            num_needed += sum(1 for group in self._shared_groups(request) if self.groups[group].window is None)
             if position < request.num_prompt_tokens - 1 and not request.num_output_tokens:
                 num_needed += self._num_blocks_of_choices(request, num_tokens)
         return max(num_needed - len(held_in_windows), 0)

@@ -291,7 +291,8 @@ class Scheduler:
         request.num_computed_tokens = end
         self.kv.computed(request)
         num_input_tokens = self._counters.computed(request, start, end)
-        self.observations.service.charge(request, num_input_tokens, 0, self.config)
+        if num_input_tokens:
+            self.observations.service.charge(request, num_input_tokens, 0, self.config)
         if row.sampling is None:
             outputs += news_of_scores(request, row, result)
             return

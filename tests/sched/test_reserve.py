@@ -57,6 +57,26 @@ def test_who_starts_under_reserve_is_never_preempted(setup: Setup, workload: lis
     assert play(setup, workload).num_preemptions == 0
 
 
+# Nothing to spare: whole blocks are used up to the end, all grow together, and prefixes are found or forked.
+TIGHT = st.builds(Setup, num_blocks=st.integers(8, 14), block_size=st.just(2), max_model_len=st.just(16),
+                  groups=st.sampled_from([FULL_ATTENTION, FULL_ATTENTION, (KVGroup(window=3),)]),
+                  admission=st.just("reserve"))
+ALIKE = st.lists(st.tuples(st.sampled_from([3, 5, 7]), st.sampled_from([1, 5, 9]), st.sampled_from([1, 1, 2]),
+                           st.integers(0, 1), st.sampled_from([0, 1, 3, 12])), min_size=3, max_size=6)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(setup=TIGHT, workload=ALIKE)
+def test_nor_where_everything_reserved_is_used(setup: Setup, workload: list[tuple[int, int, int, int, int]]) -> None:
+    stage = Stage(setup)
+    for i, (num_prompt, num_output, num_choices, salt, num_steps_before) in enumerate(workload):
+        stage.add(make_request(f"r{i}", num_prompt, num_output, salt=salt, seed=i, num_choices=num_choices,
+                               arrival_time=float(i)))
+        for _ in range(num_steps_before):
+            stage.step()
+    assert stage.run().num_preemptions == 0
+
+
 def test_the_same_workloads_preempt_without_a_reservation() -> None:
     """So the property above can fail."""
     preempting = 0
@@ -122,7 +142,20 @@ def test_a_shared_prefix_is_reserved_once() -> None:
     assert stage.run().num_preemptions == 0
 
 
+def test_a_cached_prefix_that_nobody_holds_is_not_free_twice() -> None:
+    stage = Stage(Setup(num_blocks=12, block_size=4, admission="reserve"))
+    stage.add(make_request("first", 17, 3))
+    stage.run()
+    stage.add(make_request("long", 4, 24, salt=1, arrival_time=1.0), make_request("again", 17, 7, arrival_time=2.0))
+    assert stage.step().refusal == Refusal("again", "num_kv_blocks", needed=6, available=5)    # 4 of the 6 are cached
+    assert stage.run().num_preemptions == 0
+
+
 def test_all_choices_are_reserved_with_their_parent() -> None:
+    stage = Stage(Setup(num_blocks=19, block_size=4, admission="reserve"))
+    stage.add(make_request("other", 9, 12, salt=1), make_request("n", 9, 12, num_choices=3, arrival_time=1.0))
+    assert stage.step().refusal == Refusal("n", "num_kv_blocks", needed=14, available=13)
+    assert stage.run().num_preemptions == 0
     stage = Stage(Setup(num_blocks=19, block_size=4, admission="reserve"))
     stage.add(make_request("n", 9, 12, num_choices=3), make_request("other", 9, 12, salt=1, arrival_time=1.0))
     refusal = stage.step().refusal
