@@ -191,6 +191,8 @@ class Stage:
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             watermark=setup.watermark,
+            ordering=setup.ordering,
+            victim=setup.victim,
         )
         self.scheduler = Scheduler(
             config,
@@ -211,6 +213,12 @@ class Stage:
         for request in requests:
             self.scheduler.add(request)
 
+    def switch(self, **knobs: object) -> None:
+        """Other policies and numbers, by the names of SchedulerConfig; what is not named stays."""
+        config = replace(self.scheduler.config, **knobs)    # type: ignore[arg-type]
+        self.scheduler.switch_policies(make_policies(config.ordering, config.victim), config)
+        self.scheduler.check()
+
     def step(self) -> SchedulerOutput:
         plan = self.schedule()
         self.update(plan)
@@ -218,9 +226,10 @@ class Stage:
 
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
+        num_running = len(self.scheduler.running)    # more than may run, where a switch has lowered the limit
         plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= self.setup.max_num_batched_tokens
-        assert plan.num_running <= self.setup.max_num_seqs
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert plan.num_running <= max(self.scheduler.config.max_num_seqs, num_running)
         self.scheduler.check()
         self.plans.append(plan)
         return plan

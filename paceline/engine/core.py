@@ -8,20 +8,33 @@ to go back to. The clock is imported as a type only, since its module reads the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from ..config import SchedulerConfig
+from ..errors import RequestError
 from ..request import Request
 from ..sched.outputs import RequestOutput
 from ..sched.plan import Executor, SchedulerOutput, StepResult
+from ..sched.policies import Policies
 from ..sched.scheduler import Scheduler
 from .events import EngineEvents
-from .messages import Outputs, Submit
+from .messages import Answer, AskPolicy, Outputs, PolicyState, Question, Submit, Switched, SwitchPolicy
 
 if TYPE_CHECKING:
     from ..clock import Clock
 
 # Marks rows whose text reached a stop string: sets RowResult.stop and cuts its tokens after the match.
 FindStops: TypeAlias = Callable[[SchedulerOutput, StepResult], StepResult]
+
+
+class PolicyBook(Protocol):
+    """Knows policies and presets by name."""
+
+    def resolve(self, asked: SwitchPolicy, current: SchedulerConfig) -> tuple[SchedulerConfig, Policies]:
+        """What to switch to. Raises RequestError where it cannot be, naming the field."""
+        ...
+
+    def describe(self, config: SchedulerConfig) -> PolicyState: ...
 
 
 class EngineCore:
@@ -34,12 +47,14 @@ class EngineCore:
         clock: Clock,
         events: EngineEvents,
         find_stops: FindStops | None = None,
+        policy_book: PolicyBook | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.events = events
         self._find_stops = find_stops
+        self._policy_book = policy_book
         self._ended_between_steps: list[RequestOutput] = []    # the next Outputs brings them
 
     def add(self, submit: Submit) -> None:
@@ -49,6 +64,17 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these and all their choices; their last outputs come with the next step."""
         self._note_ends(self.scheduler.abort(request_ids, self.clock.now()))
+
+    def answer(self, question: Question) -> Answer:
+        """Between steps. Raises RequestError, changing nothing, where what was asked for cannot be."""
+        if self._policy_book is None:
+            raise RequestError("policy: this engine knows no policies by name")
+        old = self.scheduler.config
+        if isinstance(question, AskPolicy):
+            return self._policy_book.describe(old)
+        config, policies = self._policy_book.resolve(question, old)
+        self.scheduler.switch_policies(policies, config)
+        return Switched(self._policy_book.describe(old), self._policy_book.describe(config))
 
     def has_work(self) -> bool:
         """Whether a step would run something or bring news."""

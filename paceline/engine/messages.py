@@ -9,8 +9,11 @@ from ..errors import RequestError
 from ..request import SamplingParams
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
 
-__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "Rejected", "RequestOutput",
-           "RequestTimeline", "Stop", "Stopped", "Submit"]
+__all__ = ["Abort", "Answer", "Answered", "Ask", "AskPolicy", "Died", "EngineStats", "KnobValue", "Message", "News",
+           "Outputs", "PolicyState", "Question", "Ready", "Rejected", "RequestOutput", "RequestTimeline", "Stop",
+           "Stopped", "Submit", "SwitchPolicy", "Switched"]
+
+KnobValue: TypeAlias = int | float | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,31 @@ class Stop:
     is_graceful: bool
 
 
-Message: TypeAlias = Submit | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class SwitchPolicy:
+    """Schedule by these from the next step on: a preset, knobs of SchedulerConfig, or a preset with knobs over it."""
+
+    preset: str | None = None
+    knobs: tuple[tuple[str, KnobValue], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskPolicy:
+    """Which policies does the engine schedule by?"""
+
+
+Question: TypeAlias = SwitchPolicy | AskPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Answer this between two steps. The number comes back with the answer."""
+
+    number: int
+    question: Question
+
+
+Message: TypeAlias = Submit | Abort | Stop | Ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +104,34 @@ class Rejected:
     error: RequestError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """What the engine schedules by."""
+
+    preset: str | None                              # whose values these are; None: no preset's
+    knobs: tuple[tuple[str, KnobValue], ...]        # all of SchedulerConfig, and prefix_cache
+    reads_priority: bool                            # as in Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """What SwitchPolicy changed."""
+
+    old: PolicyState
+    new: PolicyState
+
+
+Answer: TypeAlias = PolicyState | Switched
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """To the Ask of this number. An error: nothing has changed."""
+
+    number: int
+    answer: Answer | RequestError
+
+
 @dataclass(frozen=True, slots=True)
 class Died:
     """The loop has stopped on an exception, or never started; no more Outputs will come."""
@@ -90,4 +145,4 @@ class Stopped:
     """The loop has left as asked."""
 
 
-News: TypeAlias = Ready | Outputs | Rejected | Died | Stopped
+News: TypeAlias = Ready | Outputs | Rejected | Answered | Died | Stopped

@@ -27,7 +27,8 @@ class BlockCopy:
 
 
 class KVCacheManager:
-    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs."""
+    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs; pools without
+    windows do not depend on it."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class KVCacheManager:
         self._budget = KVBudget(num_blocks, block_size, self.groups, max_step_tokens)
         self._prefix_cache = prefix_cache(self.pool, block_size, self.groups)
         self._has_windows = any(group.window is not None for group in self.groups)
+        self.max_step_tokens = max_step_tokens if self._has_windows else None
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
 
     # --- questions: nothing changes

@@ -21,19 +21,11 @@ from .choices import Choices, choice_id
 from .counters import Counters
 from .deadlines import Deadlines
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
-from .limits import Limits, check_fits, parent_of_fork
+from .limits import Limits, check_fits, check_step_tokens, parent_of_fork
 from .lookback import has_unscored, history_of, news_of_scores, num_tokens_within, sampling_ref_of, scored_by
 from .ordering import OrderingKey, WaitQueue
 from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
-from .plan import (
-    Preempted,
-    Refusal,
-    RowResult,
-    SamplingRef,
-    ScheduledRequest,
-    SchedulerOutput,
-    StepResult,
-)
+from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
 from .preemption import Yield
 from .step_builder import StepBuilder
@@ -119,9 +111,14 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else request.output_token_ids
 
-    def switch_policies(self, policies: Policies) -> None:
-        """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order."""
-        self.policies = policies
+    def switch_policies(self, policies: Policies, config: SchedulerConfig) -> None:
+        """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order.
+
+        Where fewer may run now, those who run go on and nobody joins them. Raises RequestError and changes nothing
+        where the pool was not made for it.
+        """
+        check_step_tokens(config, self.kv.max_step_tokens)
+        self.policies, self.config = policies, config
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
         self.running.sort(key=lambda request: policies.ordering.key(request, view))

@@ -21,6 +21,7 @@ from ..clock import Clock
 from ..config import ServerConfig
 from ..errors import ConfigError, EngineError, Overloaded, RequestError
 from .access import Access
+from .admin import AdminRoutes
 from .engine_port import Engine, EngineInfo, SeedSource
 from .keys import read_keys
 from .limits import read_object
@@ -97,6 +98,7 @@ class Door:
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
             *TokenizeRoutes(self.engine, self.config, self.reader).routes(),
+            *AdminRoutes(self.engine, self.config, self.metrics).routes(),
         ]
 
     async def completions(self, request: Request) -> Reply:

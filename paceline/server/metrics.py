@@ -101,6 +101,8 @@ class Metrics:
                                    registry=registry).labels(*self._values)
         self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
                             registry=registry).labels(*self._values)
+        self._switches = Counter("paceline:policy_switches", "Switches of the policies on the running server",
+                                 (*LABELS, "preset"), registry=registry)
         ProcessCollector(registry=registry)
         self._engine_info = dict(engine_info)
         self._stats: EngineStats | None = None
@@ -114,6 +116,9 @@ class Metrics:
 
     def refused(self, reason: str) -> None:
         self._refused.labels(*self._values, reason).inc()
+
+    def switched(self, preset: str | None) -> None:
+        self._switches.labels(*self._values, preset or "none").inc()
 
     def on_outputs(self, outputs: Outputs) -> None:
         """The engine's listener."""

@@ -10,7 +10,7 @@ from paceline.errors import InvariantError, RequestError
 from paceline.sched.ordering import DYNAMIC_WINDOW, ORDERINGS, Ordering, WaitQueue
 from paceline.sched.plan import Refusal, RowResult, StepResult
 
-from ..fakes import Setup, Stage, make_policies, make_request, solo
+from ..fakes import Setup, Stage, make_request, solo
 
 
 def rows_of(plan) -> dict[str, int]:
@@ -202,7 +202,7 @@ def test_policies_are_swapped_whole_between_steps() -> None:
                 make_request("c", 6, 3, arrival_time=2.0, priority=-1, salt=2)]
     stage.add(*requests)
     stage.step()
-    stage.scheduler.switch_policies(make_policies(ordering="priority"))
+    stage.switch(ordering="priority")
     stage.run()
     assert list(stage.finished) == ["a", "c", "b"]
     assert stage.tokens == {request.request_id: solo(request, setup) for request in requests}

@@ -3,15 +3,17 @@ equal those of solo runs."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from paceline.errors import RequestError
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
 from paceline.sched.plan import ScoredToken
 
-from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
+from ..fakes import EOS, Setup, Stage, make_request, solo_stage
 
 SETUPS = st.builds(
     Setup,
@@ -42,6 +44,14 @@ ASKED = st.fixed_dictionaries({
     "patience": st.sampled_from([None, None, 3.0, 12.0]),    # from its arrival to its deadline
 })
 
+
+SWITCHES = st.fixed_dictionaries({}, optional={
+    "ordering": st.sampled_from(["fcfs", "priority"]),
+    "victim": st.sampled_from(["latest_arrival", "lowest_priority"]),
+    "max_num_seqs": st.sampled_from([16, 3, 1]),
+    "max_num_batched_tokens": st.sampled_from([64, 9, 3]),
+    "watermark": st.sampled_from([0.0, 0.1]),
+})
 
 UNFORESEEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)
 
@@ -139,9 +149,16 @@ class Engine(RuleBasedStateMachine):
             self.stage.scheduler.check()
 
     @precondition(lambda self: self.plan is None)
-    @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
-    def switch(self, ordering: str, victim: str) -> None:
-        self.stage.scheduler.switch_policies(make_policies(ordering, victim))
+    @rule(knobs=SWITCHES)
+    def switch(self, knobs: dict) -> None:
+        most = self.stage.scheduler.kv.max_step_tokens
+        if most is not None and knobs.get("max_num_batched_tokens", 0) > most:
+            before = self.stage.scheduler.config
+            with pytest.raises(RequestError, match="max_num_batched_tokens"):
+                self.stage.switch(**knobs)
+            assert self.stage.scheduler.config is before
+        else:
+            self.stage.switch(**knobs)
 
     @invariant()
     def tokens_so_far_are_those_of_the_solo_run(self) -> None:

@@ -1,0 +1,79 @@
+"""Policies and presets by name for an engine that is running: what it can be switched to, and what it schedules by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, get_args, get_type_hints
+
+from .config import CacheConfig, ModelConfig, SchedulerConfig
+from .engine.messages import KnobValue, PolicyState, SwitchPolicy
+from .errors import ConfigError, RequestError
+from .presets import PRESETS, engine_config
+from .sched.policies import Policies
+
+SWITCHABLE = {declared.name for declared in fields(SchedulerConfig)}
+FIXED = {declared.name for group in (CacheConfig, ModelConfig) for declared in fields(group)}
+KINDS = {int: "a whole number", float: "a number", str: "a string", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBook:
+    """Of an engine with this cache, which stays as it is."""
+
+    cache: CacheConfig
+    build: Callable[[SchedulerConfig], Policies]
+    reads_priority: Callable[[SchedulerConfig], bool]
+
+    def resolve(self, asked: SwitchPolicy, current: SchedulerConfig) -> tuple[SchedulerConfig, Policies]:
+        """The whole of what to switch to. Raises RequestError, naming the field, where any of it cannot be."""
+        try:
+            config = self._config(asked.preset, dict(asked.knobs), current)
+            return config, self.build(config)
+        except ConfigError as error:    # its message begins with the field
+            leading = re.match(r"\w+", str(error))
+            raise RequestError(str(error), leading and leading[0]) from error
+
+    def _config(self, preset: str | None, knobs: dict[str, Any], current: SchedulerConfig) -> SchedulerConfig:
+        if preset is None and not knobs:
+            raise ConfigError(f"preset: nothing was asked for; give it, or some of {sorted(SWITCHABLE)}")
+        for name in knobs:
+            if name not in SWITCHABLE | FIXED:
+                raise RequestError(f"{name}: unknown; choose from {['preset', *sorted(SWITCHABLE)]}", name)
+        knobs = {name: _typed(name, value) for name, value in knobs.items()}
+        self._check_fixed(knobs, "it")
+        scheduling = {name: value for name, value in knobs.items() if name in SWITCHABLE}
+        if preset is None:
+            return replace(current, **scheduling)
+        chosen = engine_config(preset, scheduling)
+        self._check_fixed({**PRESETS[preset].cache, **knobs}, f"preset {preset}")
+        return chosen.scheduler
+
+    def _check_fixed(self, wanted: Mapping[str, Any], who: str) -> None:
+        """The cache was built once. Its own value may be named: `prefix_cache` beside a preset that has another."""
+        for name in wanted.keys() & FIXED:
+            own = getattr(self.cache, name, None)
+            if wanted[name] != own or not hasattr(self.cache, name):
+                raise ConfigError(f"{name} cannot change on a running server; {who} wants {wanted[name]!r}"
+                                  + (f", it runs with {own!r}" if hasattr(self.cache, name) else ""))
+
+    def describe(self, config: SchedulerConfig) -> PolicyState:
+        knobs: dict[str, KnobValue] = asdict(config) | {"prefix_cache": self.cache.prefix_cache}
+        named = (name for name, preset in PRESETS.items() if engine_config(name, {}).scheduler == config
+                 and all(getattr(self.cache, knob) == value for knob, value in preset.cache.items()))
+        return PolicyState(preset=next(named, None), knobs=tuple(knobs.items()),
+                           reads_priority=self.reads_priority(config))
+
+
+def _typed(name: str, value: KnobValue) -> KnobValue:
+    """The value as the knob declares it. A whole number is a number; nothing else is taken for another."""
+    if name not in SWITCHABLE:
+        return value
+    declared = get_type_hints(SchedulerConfig)[name]
+    kinds = get_args(declared) or (declared,)
+    if type(value) is int and float in kinds and int not in kinds:
+        return float(value)
+    if type(value) not in kinds:
+        raise ConfigError(f"{name} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {value!r}")
+    return value
