@@ -47,16 +47,17 @@ from .ops.interface import Backend, KVSpec, PackedLinear
 from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .policy_book import PolicyBook
-from .presets import engine_config
+from .presets import DEFAULT_PRESET, engine_config
 from .runner.executor import ModelExecutor
 from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
-from .sched.admission import ADMISSIONS
+from .sched.admission import ADMISSIONS, ASSURING_ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
+from .sched.gate import GATES
 from .sched.ordering import ORDERINGS
 from .sched.plan import SchedulerOutput, StepResult
 from .sched.policies import Policies
-from .sched.preemption import PREEMPTIONS, VICTIM_RULES
+from .sched.preemption import PREEMPTIONS, PREEMPTIONS_TO_COME, VICTIM_RULES
 from .sched.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -70,14 +71,28 @@ def choose(table: Mapping[str, T], name: str, knob: str) -> T:
 
 
 def build_policies(config: SchedulerConfig) -> Policies:
+    """Raises ConfigError for unknown names, and for names that do not go together."""
+    if config.preemption in PREEMPTIONS_TO_COME:
+        raise ConfigError(f"preemption={config.preemption!r} is not built yet; choose from {sorted(PREEMPTIONS)}")
+    choose(ADMISSIONS, config.admission, "admission")
+    if config.preemption == "never" and config.admission not in ASSURING_ADMISSIONS:
+        raise ConfigError(f"preemption='never' needs an admission that assures a request's blocks to its end, one of "
+                          f"{sorted(ASSURING_ADMISSIONS)}; admission={config.admission!r} does not")
     return Policies(
         regime=choose(REGIMES, config.regime, "regime"),
+        gate=choose(GATES, config.gate, "gate"),
         ordering=choose(ORDERINGS, config.ordering, "ordering"),
         admission=choose(ADMISSIONS, config.admission, "admission"),
         preemption=choose(PREEMPTIONS, config.preemption, "preemption"),
         victim=choose(VICTIM_RULES, config.victim, "victim"),
         chunking=choose(CHUNKINGS, config.chunking, "chunking"),
     )
+
+
+def max_step_tokens(config: SchedulerConfig, max_model_len: int) -> int:
+    """The most tokens of one request that a step may run."""
+    most = config.max_num_batched_tokens
+    return max(most, max_model_len) if CHUNKINGS[config.chunking].stalls_decode else most
 
 
 def check_names(config: EngineConfig) -> None:
@@ -183,7 +198,7 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
     clock = WallClock()
     scheduler = Scheduler(
         sched, KVCacheManager(kv.num_blocks, kv.block_size, prefix_cache, kv_groups(loaded),
-                              sched.max_num_batched_tokens), policies,
+                              max_step_tokens(sched, loaded.max_model_len)), policies,
         max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
@@ -292,7 +307,7 @@ def llm_around(engine: Engine, config: ModelConfig) -> llm_module.LLM:
     return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
-def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
+def LLM(model: str = "smollm2", *, preset: str = DEFAULT_PRESET, **knobs: Any) -> llm_module.LLM:
     """The engine as a library. knobs are those of ModelConfig, CacheConfig and SchedulerConfig, by name."""
     return build_llm(engine_config(preset, {"model": model, **knobs}))
 
@@ -312,6 +327,9 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
 
     check_names(config)
     chat_template(config.model)
+    if config.scheduler.regime == "dynamic" and config.scheduler.batch_timeout_seconds >= server.stall_seconds:
+        raise ConfigError(f"batch_timeout_seconds={config.scheduler.batch_timeout_seconds} must be below stall_seconds="
+                          f"{server.stall_seconds}: a batch that waits for others would read as a stalled engine")
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)
@@ -346,7 +364,8 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     loaded = load_model(config.model)
     spec, groups = loaded.files.spec, kv_groups(loaded)
     kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
-    budget = KVBudget(kv.num_blocks, kv.block_size, groups, config.scheduler.max_num_batched_tokens)
+    budget = KVBudget(kv.num_blocks, kv.block_size, groups,
+                      max_step_tokens(config.scheduler, loaded.max_model_len))
     reach = budget.num_tokens_that_fit(loaded.max_model_len)
     available = available_memory_bytes()    # with the weights loaded
     return {

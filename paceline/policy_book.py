@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
 
-from .config import CacheConfig, ModelConfig, SchedulerConfig
+from .config import CacheConfig, ModelConfig, SchedulerConfig, refuse_unread
 from .engine.messages import KnobValue, PolicyState, SwitchPolicy
-from .errors import ConfigError, RequestError
+from .errors import ConfigError
 from .presets import PRESETS, engine_config
 from .sched.policies import Policies
 
@@ -27,36 +26,36 @@ class PolicyBook:
     reads_priority: Callable[[SchedulerConfig], bool]
 
     def resolve(self, asked: SwitchPolicy, current: SchedulerConfig) -> tuple[SchedulerConfig, Policies]:
-        """The whole of what to switch to. Raises RequestError, naming the field, where any of it cannot be."""
-        try:
-            config = self._config(asked.preset, dict(asked.knobs), current)
-            return config, self.build(config)
-        except ConfigError as error:    # its message begins with the field
-            leading = re.match(r"\w+", str(error))
-            raise RequestError(str(error), leading and leading[0]) from error
+        """The whole of what to switch to. Raises ConfigError, beginning with the field, where any of it cannot be."""
+        config = self._config(asked.preset, dict(asked.knobs), current)
+        return config, self.build(config)
 
     def _config(self, preset: str | None, knobs: dict[str, Any], current: SchedulerConfig) -> SchedulerConfig:
         if preset is None and not knobs:
             raise ConfigError(f"preset: nothing was asked for; give it, or some of {sorted(SWITCHABLE)}")
         for name in knobs:
             if name not in SWITCHABLE | FIXED:
-                raise RequestError(f"{name}: unknown; choose from {['preset', *sorted(SWITCHABLE)]}", name)
+                raise ConfigError(f"{name} is unknown; choose from {['preset', *sorted(SWITCHABLE)]}")
         knobs = {name: _typed(name, value) for name, value in knobs.items()}
         self._check_fixed(knobs, "it")
         scheduling = {name: value for name, value in knobs.items() if name in SWITCHABLE}
         if preset is None:
-            return replace(current, **scheduling)
+            config = replace(current, **scheduling)
+            refuse_unread(config, scheduling)
+            return config
         chosen = engine_config(preset, scheduling)
         self._check_fixed({**PRESETS[preset].cache, **knobs}, f"preset {preset}")
         return chosen.scheduler
 
     def _check_fixed(self, wanted: Mapping[str, Any], who: str) -> None:
-        """The cache was built once. Its own value may be named: `prefix_cache` beside a preset that has another."""
-        for name in wanted.keys() & FIXED:
-            own = getattr(self.cache, name, None)
-            if wanted[name] != own or not hasattr(self.cache, name):
-                raise ConfigError(f"{name} cannot change on a running server; {who} wants {wanted[name]!r}"
-                                  + (f", it runs with {own!r}" if hasattr(self.cache, name) else ""))
+        """The cache was built once. Its own values may be named, beside a preset that has others."""
+        own = {name: getattr(self.cache, name, "another") for name in sorted(wanted) if name in FIXED}
+        other = [name for name in own if wanted[name] != own[name]]
+        if other:
+            pairs = [f"{name}={wanted[name]!r} instead of {own[name]!r}" for name in other]
+            raise ConfigError(f"{other[0]} cannot change on a running server; {who} wants {', '.join(pairs)}"
+                              + (f"; to keep the server's, add {', '.join(other)} with its values"
+                                 if set(other) <= set(asdict(self.cache)) else ""))
 
     def describe(self, config: SchedulerConfig) -> PolicyState:
         knobs: dict[str, KnobValue] = asdict(config) | {"prefix_cache": self.cache.prefix_cache}

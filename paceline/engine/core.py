@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ..config import SchedulerConfig
-from ..errors import RequestError
+from ..errors import ConfigError, RequestError, field_of
 from ..request import Request
 from ..sched.outputs import RequestOutput
 from ..sched.plan import Executor, SchedulerOutput, StepResult
@@ -31,7 +31,7 @@ class PolicyBook(Protocol):
     """Knows policies and presets by name."""
 
     def resolve(self, asked: SwitchPolicy, current: SchedulerConfig) -> tuple[SchedulerConfig, Policies]:
-        """What to switch to. Raises RequestError where it cannot be, naming the field."""
+        """What to switch to. Raises ConfigError where it cannot be, beginning with the field."""
         ...
 
     def describe(self, config: SchedulerConfig) -> PolicyState: ...
@@ -72,19 +72,35 @@ class EngineCore:
         old = self.scheduler.config
         if isinstance(question, AskPolicy):
             return self._policy_book.describe(old)
-        config, policies = self._policy_book.resolve(question, old)
-        self.scheduler.switch_policies(policies, config)
+        try:
+            config, policies = self._policy_book.resolve(question, old)
+            self.scheduler.switch_policies(policies, config)
+        except ConfigError as error:
+            raise RequestError(str(error), field_of(error)) from error
         return Switched(self._policy_book.describe(old), self._policy_book.describe(config))
 
     def has_work(self) -> bool:
         """Whether a step would run something or bring news."""
         return self.scheduler.has_work() or bool(self._ended_between_steps)
 
+    def seconds_until_work(self) -> float | None:
+        """How long to wait for messages before the next step: 0 where there is work, None where there is none at all.
+
+        In between: the regime waits for a batch to fill.
+        """
+        if not self.has_work():
+            return None
+        if self._ended_between_steps:
+            return 0.0
+        now = self.clock.now()
+        idle_until = self.scheduler.idle_until(now)
+        return 0.0 if idle_until is None else idle_until - now
+
     def step(self) -> Outputs:
-        """Runs one step, or only delivers news when nothing is left to run."""
+        """Runs one step, or only delivers news when there is nothing to run now."""
         now = self.clock.now()
         self._note_ends(self.scheduler.expire(now))
-        if not self.scheduler.has_work():
+        if not self.scheduler.has_work() or self.scheduler.idle_until(now) is not None:
             return Outputs(self._take_news(), self.scheduler.stats())
         plan = self.scheduler.schedule(now)
         result = self.executor.collect(self.executor.submit(plan))

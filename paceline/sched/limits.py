@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import SchedulerConfig
 from ..errors import PromptTooLong, RequestError
 from ..request import Request, RequestStatus
 
@@ -49,11 +48,3 @@ def parent_of_fork(requests: Mapping[str, Request], parent_id: str, child: Reque
     if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
         raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
     return parent
-
-
-def check_step_tokens(config: SchedulerConfig, most: int | None) -> None:
-    """`most`: tokens of one request in a step that the windows of the KV pool were sized for; None: any number."""
-    if most is not None and config.max_num_batched_tokens > most:
-        raise RequestError(
-            f"max_num_batched_tokens: {config.max_num_batched_tokens} asked, but the windows of this model's KV pool "
-            f"were sized for steps of {most} at most when the server started", param="max_num_batched_tokens")
