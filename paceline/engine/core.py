@@ -16,9 +16,21 @@ from ..request import Request
 from ..sched.outputs import RequestOutput
 from ..sched.plan import Executor, SchedulerOutput, StepResult
 from ..sched.policies import Policies
+from ..sched.reports import reports_of
 from ..sched.scheduler import Scheduler
 from .events import EngineEvents
-from .messages import Answer, AskPolicy, Outputs, PolicyState, Question, Submit, Switched, SwitchPolicy
+from .messages import (
+    Answer,
+    AskPolicy,
+    AskRequests,
+    Outputs,
+    PolicyState,
+    Question,
+    RequestReports,
+    Submit,
+    Switched,
+    SwitchPolicy,
+)
 
 if TYPE_CHECKING:
     from ..clock import Clock
@@ -67,6 +79,8 @@ class EngineCore:
 
     def answer(self, question: Question) -> Answer:
         """Between steps. Raises RequestError, changing nothing, where what was asked for cannot be."""
+        if isinstance(question, AskRequests):
+            return RequestReports(reports_of(self.scheduler, question.request_ids, self.clock.now()))
         if self._policy_book is None:
             raise RequestError("policy: this engine knows no policies by name")
         old = self.scheduler.config
@@ -101,7 +115,7 @@ class EngineCore:
         now = self.clock.now()
         self._note_ends(self.scheduler.expire(now))
         if not self.scheduler.has_work() or self.scheduler.idle_until(now) is not None:
-            return Outputs(self._take_news(), self.scheduler.stats())
+            return self._outputs(self._take_news())
         plan = self.scheduler.schedule(now)
         result = self.executor.collect(self.executor.submit(plan))
         if self._find_stops is not None:
@@ -110,7 +124,13 @@ class EngineCore:
         self.events.step_done(plan, result)
         self._tell_finished(outputs)
         news = (*self._take_news(), *outputs)
-        return Outputs(news, self.scheduler.stats(), plan.num_tokens, result.duration_seconds)
+        return self._outputs(news, plan.num_tokens, result.duration_seconds)
+
+    def _outputs(
+        self, news: tuple[RequestOutput, ...], num_tokens: int = 0, duration_seconds: float = 0.0
+    ) -> Outputs:
+        totals = self.scheduler.ledger.totals_if_due(is_idle=not self.scheduler.has_work())
+        return Outputs(news, self.scheduler.stats(), num_tokens, duration_seconds, totals)
 
     def _note_ends(self, outputs: list[RequestOutput]) -> None:
         """Ends that no step brought."""

@@ -7,11 +7,14 @@ from typing import TypeAlias
 
 from ..errors import RequestError
 from ..request import SamplingParams
+from ..sched.ledger import LedgerTotals
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
+from ..sched.reports import RequestReport
 
-__all__ = ["Abort", "Answer", "Answered", "Ask", "AskPolicy", "Died", "EngineStats", "KnobValue", "Message", "News",
-           "Outputs", "PolicyState", "Question", "Ready", "Rejected", "RequestOutput", "RequestTimeline", "Stop",
-           "Stopped", "Submit", "SwitchPolicy", "Switched"]
+__all__ = ["Abort", "Answer", "Answered", "Ask", "AskPolicy", "AskRequests", "Died", "EngineStats", "KnobValue",
+           "LedgerTotals", "Message", "News", "Outputs", "PolicyState", "Question", "Ready", "Rejected",
+           "RequestOutput", "RequestReport", "RequestReports", "RequestTimeline", "Stop", "Stopped", "Submit",
+           "SwitchPolicy", "Switched"]
 
 KnobValue: TypeAlias = int | float | str | None
 
@@ -60,7 +63,14 @@ class AskPolicy:
     """Which policies does the engine schedule by?"""
 
 
-Question: TypeAlias = SwitchPolicy | AskPolicy
+@dataclass(frozen=True, slots=True)
+class AskRequests:
+    """Where are these choices, and why?"""
+
+    request_ids: tuple[str, ...]
+
+
+Question: TypeAlias = SwitchPolicy | AskPolicy | AskRequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +98,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """One step's news. `step_num_tokens` and `step_duration_seconds` describe the step itself."""
+    """One step's news. `step_num_tokens` and `step_duration_seconds` describe the step itself. The ledger comes now and
+    then, and with the last step before there is nothing to do."""
 
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats
     step_num_tokens: int = 0
     step_duration_seconds: float = 0.0
+    ledger: LedgerTotals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +133,14 @@ class Switched:
     new: PolicyState
 
 
-Answer: TypeAlias = PolicyState | Switched
+@dataclass(frozen=True, slots=True)
+class RequestReports:
+    """In the order asked for; of those that run, wait, or have ended not too many others ago."""
+
+    reports: tuple[RequestReport, ...]
+
+
+Answer: TypeAlias = PolicyState | Switched | RequestReports
 
 
 @dataclass(frozen=True, slots=True)

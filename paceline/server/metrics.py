@@ -9,6 +9,7 @@ finished_reason "abort" and in no latency that they did not reach.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -25,6 +26,7 @@ from ..clock import Clock
 from ..engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
 from ..request import FinishReason
 from .engine_port import EngineInfo
+from .ledger_metrics import LedgerMetrics
 
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKEN_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -66,6 +68,13 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+OUR_STATS_COUNTERS = {
+    "recomputed_tokens": ("Tokens computed again because a preemption had lost them", "num_recomputed_tokens"),
+    "slot_steps": ("max_num_seqs for each step that ran a row", "num_slot_steps"),
+    "idle_slot_steps": ("Of those, slots without a row", "num_idle_slot_steps"),
+}
+
+
 class Progress(NamedTuple):
     """What was seen of a request that has not finished."""
 
@@ -76,7 +85,10 @@ class Progress(NamedTuple):
 class Metrics:
     """One registry, one model, one engine."""
 
-    def __init__(self, model_name: str, clock: Clock, engine_info: EngineInfo) -> None:
+    def __init__(
+        self, model_name: str, clock: Clock, engine_info: EngineInfo, tenants: Collection[str] = ()
+    ) -> None:
+        """tenants: those that may be told by name; others come from the field `user`."""
         disable_created_metrics()
         self._clock = clock
         self._values = (model_name, "0")
@@ -101,6 +113,11 @@ class Metrics:
                                    registry=registry).labels(*self._values)
         self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
                             registry=registry).labels(*self._values)
+        self._ours = {
+            name: Counter(f"paceline:{name}", text, LABELS, registry=registry).labels(*self._values)
+            for name, (text, _) in OUR_STATS_COUNTERS.items()
+        }
+        self._ledger = LedgerMetrics(registry, dict(zip(LABELS, self._values, strict=True)), tenants)
         self._switches = Counter("paceline:policy_switches", "Switches of the policies on the running server",
                                  (*LABELS, "preset"), registry=registry)
         ProcessCollector(registry=registry)
@@ -125,6 +142,8 @@ class Metrics:
         self._take_stats(outputs.stats)
         if outputs.step_num_tokens:
             self._histograms["iteration_tokens_total"].observe(outputs.step_num_tokens)
+        if outputs.ledger is not None:
+            self._ledger.take(outputs.ledger)
         now = self._clock.now()
         for output in outputs.outputs:
             self._take_output(output, now)
@@ -139,6 +158,8 @@ class Metrics:
         for name, attribute in STATS_COUNTERS.items():
             before = 0 if last is None else getattr(last, attribute)
             self._counters[name].inc(getattr(stats, attribute) - before)
+        for name, (_, attribute) in OUR_STATS_COUNTERS.items():
+            self._ours[name].inc(getattr(stats, attribute) - (0 if last is None else getattr(last, attribute)))
 
     def _publish_cache_info(self, stats: EngineStats) -> None:
         """Facts as labels of a gauge that is always 1, known with the first step."""
