@@ -28,7 +28,7 @@ from .keys import read_keys
 from .limits import read_object
 from .metrics import Metrics
 from .openai import Call, CallReader
-from .recent_calls import RecentCalls, told
+from .recent_calls import RecentCalls, not_found, told
 from .replies import HttpError, as_http_error, json_response
 from .reply import LiveReplies, Reply
 from .request_log import NOTE
@@ -129,9 +129,12 @@ class Door:
 
     async def request(self, request: Request) -> Response:
         """Where a request is, and why: by the id of its answer, or by its x-request-id."""
-        record = self.calls.find(request.path_params["request_id"], request.scope[NOTE])
+        name = request.path_params["request_id"]
+        record = self.calls.find(name, request.scope[NOTE])
         answer = await self.engine.ask(AskRequests(record.choice_ids))
         assert isinstance(answer, RequestReports)
+        if not answer.reports:    # it was turned away by a full queue, or is forgotten
+            raise not_found(name)
         return json_response(told(record, answer.reports))
 
     def _check_open(self) -> None:

@@ -56,14 +56,18 @@ class RecentCalls:
         if record is None and note.is_admin:
             record = next((one for one in reversed(self._by_call_id.values()) if one.x_request_id == name), None)
         if record is None or not record.may_be_seen_by(note):
-            raise HttpError(404, f"request_id: {name[:128]!r} is no request of the last {MAX_CALLS} that you may see",
-                            "request_not_found", "request_id")
+            raise not_found(name)
         return record
+
+
+def not_found(name: str) -> HttpError:
+    return HttpError(404, f"request_id: {name[:128]!r} is no request of the last {MAX_CALLS} that you may see",
+                     "request_not_found", "request_id")
 
 
 def told(record: CallRecord, reports: Sequence[RequestReport]) -> dict[str, Any]:
     """The answer. A choice that the engine does not know is not born yet: its prompt is being computed; or the call was
-    over before it was, or so long ago that it is forgotten."""
+    over before it was."""
     known = {report.request_id: report for report in reports}
     choices = [{"index": index} | (asdict(known[one]) if one in known else {"request_id": one, "status": "unknown"})
                for index, one in enumerate(record.choice_ids)]

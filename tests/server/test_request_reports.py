@@ -101,6 +101,19 @@ def test_a_request_that_waits_is_told_what_for(narrow: RealCoreServer) -> None:
     assert found["paceline:idle_slot_steps_total", ""] == 0
 
 
+def test_a_call_that_was_turned_away_is_no_request() -> None:
+    server = RealCoreServer(ServerConfig(port=0, grace_seconds=0.0, max_queue=1))
+    close_gate(server)
+    first = Asking(server, "first", max_tokens=150)
+    look(server, "first", "running")
+    headers = {"x-request-id": "second"}
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}, headers=headers).status_code == 429
+    server.executor.gate.release(1 << 20)
+    first.join(20)
+    assert server.get("/v1/requests/second").json()["error"]["code"] == "request_not_found"
+    server.stop()
+
+
 def test_whole_answers_carry_their_phases(narrow: RealCoreServer) -> None:
     answer = narrow.completion(max_tokens=4, ignore_eos=True)
     named = {name: float(answer.headers[f"x-paceline-{name}"]) for name in
