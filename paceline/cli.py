@@ -68,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     _add_sampling(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object")
-    info = _command(commands, "info", _info, "what a model needs and what fits; with --preset alone, what that is and where it comes from")
+    info = _command(commands, "info", _info, "what a model needs and what fits; with --preset "
+                    "and no MODEL, what that preset is and where it comes from")
     info.add_argument("--quality", action="store_true",
                       help="also measure what the packed form costs: perplexity, greedy agreement and KL divergence "
                            "against f32 weights on a text of the package")
@@ -79,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     command.set_defaults(run=run)
-    command.add_argument("model", metavar="MODEL", nargs="?" if name == "info" else None, help=_declared(ModelConfig, "model").metadata["help"])
+    command.add_argument("model", metavar="MODEL", nargs="?" if name == "info" else None,
+                         help=_declared(ModelConfig, "model").metadata["help"])
     command.add_argument("--preset", default=None, metavar="NAME",
                          help=f"bundle of policies, one of: {', '.join(PRESETS)} (default: paceline)")
     for group in ENGINE_GROUPS:

@@ -112,8 +112,8 @@ PRESETS: dict[str, Preset] = {
     "sglang": Preset(
         # schedule-policy lpm; schedule-conservativeness; chunked-prefill-size 8192; enable-mixed-chunk off; decode
         # retracts those with the shortest outputs.
-        source="Zheng et al., 'SGLang: Efficient Execution of Structured Language Model Programs', NeurIPS 2024; SGLang "
-               "documentation: server arguments",
+        source="Zheng et al., 'SGLang: Efficient Execution of Structured Language Model Programs', NeurIPS 2024; "
+               "SGLang documentation: server arguments",
         signature="who has most of the prompt cached starts first, on the output length that is likely; prefill stalls "
                   "decode",
         differs="whole blocks are found by hash: the radix cache is not built yet; a prompt beyond 8,192 runs whole",

@@ -17,7 +17,8 @@ from .view import SchedulerView
 class Yield(Enum):
     """How a victim gives its blocks back."""
 
-    NOTHING = "nothing"        # it keeps them; the one in need waits where it stands
+    NOTHING = "nothing"        # it keeps them, and the one in need waits where it stands; as RECOMPUTE for the first in
+                               # order, whom nobody ahead will free blocks for: it met requests from before a switch
     RECOMPUTE = "recompute"    # all are freed; prompt and output run again later, as far as the cache forgot them
     TAIL = "tail"              # the last ones are freed, as many as are missing; what they held runs again later
 
@@ -27,7 +28,10 @@ VictimRule: TypeAlias = Callable[[SchedulerView, Sequence[Request]], Request]
 
 
 def never(view: SchedulerView, victim: Request) -> Yield:
-    """For admissions that let nobody in whose blocks are not assured to its end; build.py refuses it with others."""
+    """For admissions that let nobody in whose blocks are not assured to its end; build.py refuses it with others.
+
+    So it happens to nobody but requests that started under another admission, before a switch of policies.
+    """
     return Yield.NOTHING
 
 

@@ -39,7 +39,7 @@ class Room:
                 return False                                # a transfer still holds what it needs
             victim = policies.victim(view, behind) if behind else request
             how = policies.preemption(view, victim)
-            if how is Yield.NOTHING or (how is Yield.TAIL and victim is request):
+            if position > 0 and (how is Yield.NOTHING or (how is Yield.TAIL and victim is request)):
                 return False                                # those ahead of it go on and will free theirs
             preempt(victim, num_missing if how is Yield.TAIL else None)
             if victim is request:

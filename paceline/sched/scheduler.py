@@ -134,7 +134,7 @@ class Scheduler:
 
     def switch_policies(self, policies: Policies, config: SchedulerConfig) -> None:
         """Swaps the whole bundle between two steps and puts all in the new order, or raises ConfigError."""
-        check_switch(config, policies, self.kv.max_step_tokens, self._view(0.0))
+        check_switch(config, policies, self.kv.max_step_tokens, self.max_model_len)
         self.policies, self.config = policies, config
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)

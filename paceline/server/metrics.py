@@ -27,6 +27,7 @@ from ..engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeli
 from ..request import FinishReason
 from .engine_port import EngineInfo
 from .ledger_metrics import LedgerMetrics
+from .schedule_metrics import ScheduleMetrics
 
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKEN_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -68,12 +69,6 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-OUR_STATS_COUNTERS = {
-    "recomputed_tokens": ("Tokens computed again because a preemption had lost them", "num_recomputed_tokens"),
-    "slot_steps": ("max_num_seqs for each step that ran a row", "num_slot_steps"),
-    "idle_slot_steps": ("Of those, slots without a row", "num_idle_slot_steps"),
-}
-
 
 class Progress(NamedTuple):
     """What was seen of a request that has not finished."""
@@ -113,14 +108,11 @@ class Metrics:
                                    registry=registry).labels(*self._values)
         self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
                             registry=registry).labels(*self._values)
-        self._ours = {
-            name: Counter(f"paceline:{name}", text, LABELS, registry=registry).labels(*self._values)
-            for name, (text, _) in OUR_STATS_COUNTERS.items()
-        }
         self._ledger = LedgerMetrics(registry, dict(zip(LABELS, self._values, strict=True)), tenants)
         self._switches = Counter("paceline:policy_switches", "Switches of the policies on the running server",
                                  (*LABELS, "preset"), registry=registry)
         ProcessCollector(registry=registry)
+        self._schedule = ScheduleMetrics(registry, LABELS, self._values)
         self._engine_info = dict(engine_info)
         self._stats: EngineStats | None = None
         self._progress: dict[str, Progress] = {}
@@ -158,8 +150,7 @@ class Metrics:
         for name, attribute in STATS_COUNTERS.items():
             before = 0 if last is None else getattr(last, attribute)
             self._counters[name].inc(getattr(stats, attribute) - before)
-        for name, (_, attribute) in OUR_STATS_COUNTERS.items():
-            self._ours[name].inc(getattr(stats, attribute) - (0 if last is None else getattr(last, attribute)))
+        self._schedule.take(stats)
 
     def _publish_cache_info(self, stats: EngineStats) -> None:
         """Facts as labels of a gauge that is always 1, known with the first step."""

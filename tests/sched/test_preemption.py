@@ -228,6 +228,42 @@ def test_partial_recompute_never_deadlocks(lengths, num_blocks, budget, victim, 
         assert not any(one.request_id == "r0" for plan in stage.plans for one in plan.preempted)
 
 
+# ---- never
+
+
+def test_never_stands_still_until_those_ahead_have_ended() -> None:
+    """Under an admission that assures nothing, as after a switch: only the first in order may take blocks."""
+    stage = grown("never").run()
+    assert {one.request_id for plan in stage.plans for one in plan.preempted} <= {"young"}
+    assert stage.tokens["young"] == solo(make_request("x", 20, 25, salt=2), stage.setup)
+
+
+def test_reserve_needs_no_preemption_where_watermark_does() -> None:
+    assured = Stage(Setup(num_blocks=14, admission="reserve", preemption="never"))
+    assured.add(*workload())
+    assert assured.run().num_preemptions == 0
+    assert assured.tokens == run(num_blocks=400).tokens
+    assert run(num_blocks=14).num_preemptions > 0
+
+
+# ---- more than the pool
+
+
+def test_a_cache_that_thrashes_beyond_its_capacity_costs_time_and_nothing_else() -> None:
+    """Six conversations in turn, each longer than what the others leave of the cache: every hit has been evicted."""
+    rounds = [make_request(f"turn{turn}-{i}", 40, 4, salt=i, seed=i, arrival_time=float(6 * turn + i))
+              for turn in range(3) for i in range(6)]
+    thrashing, roomy = Stage(Setup(num_blocks=24, max_num_seqs=1)), Stage(Setup(num_blocks=400, max_num_seqs=1))
+    for stage in (thrashing, roomy):
+        for request in rounds:
+            stage.add(make_request(request.request_id, request.prompt_token_ids, 4, seed=request.sampling.seed,
+                                   arrival_time=request.arrival_time))
+        stage.run()
+    assert thrashing.tokens == roomy.tokens
+    assert thrashing.scheduler.stats().prefix_cache_hits == 0 < roomy.scheduler.stats().prefix_cache_hits
+    assert thrashing.scheduler.stats().num_free_blocks == 24
+
+
 # ---- who pays
 
 

@@ -14,7 +14,8 @@ import pytest
 from paceline.presets import PRESETS
 from paceline.sched.plan import SchedulerOutput
 
-from ..fakes import Setup, Stage, make_request, solo
+from ..architecture.source import ROOT
+from ..fakes import POLICY_TABLES, Setup, Stage, make_request, solo
 
 NUM_BLOCKS, BLOCK_SIZE = 350, 16
 PREFIX = tuple(i % 43 + 1 for i in range(160))
@@ -75,7 +76,7 @@ def starts(stage: Stage) -> list[str]:
 
 
 def is_in_batches(stage: Stage) -> bool:
-    """Nobody starts while one goes on that had its first token before the step before: a batch forms, then is closed."""
+    """Nobody starts while one goes on that had its first token two steps ago: a batch forms, then is closed."""
     first, first_token, last = {}, {}, {}
     for step, plan in enumerate(stage.plans):
         for row in plan.rows:
@@ -83,7 +84,8 @@ def is_in_batches(stage: Stage) -> bool:
             last[row.request_id] = step
             if row.sampling is not None:
                 first_token.setdefault(row.request_id, step)
-    return not any(first_token[other] < first[one] - 1 and last[other] >= first[one] for one in first for other in first)
+    return not any(first_token[other] < first[one] - 1 and last[other] >= first[one]
+                   for one in first for other in first)
 
 
 def refused_by(stage: Stage) -> set[str]:
@@ -136,3 +138,12 @@ def test_all_presets_generate_the_same() -> None:
         stage = played(name)
         assert stage.tokens == expected, name
         assert stage.scheduler.stats().num_free_blocks == NUM_BLOCKS, name
+
+
+def test_the_document_tells_every_preset_and_policy() -> None:
+    text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    for name, preset in PRESETS.items():
+        assert f"| `{name}` | {preset.source} | {preset.signature} |" in text
+    for kind in ("regime", "preemption", "victim", "chunking"):
+        for name in POLICY_TABLES[kind]:
+            assert f"`{name}`" in text, f"{kind} {name} is not told"

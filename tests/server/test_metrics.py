@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.clock import VirtualClock
 from paceline.engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
 from paceline.request import FinishReason
+from paceline.sched.step_time import COEFFICIENTS, UNKNOWN, StepTime
 from paceline.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, TTFT_BUCKETS, Metrics
 
 from .conftest import MODEL, StartServer
@@ -28,7 +29,8 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 def stats(**changes: int) -> EngineStats:
-    values = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"num_blocks": 10, "num_free_blocks": 10}
+    values = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+    values |= {"num_blocks": 10, "num_free_blocks": 10, "step_time": UNKNOWN}
     return EngineStats(**(values | changes))
 
 
@@ -116,3 +118,16 @@ def test_over_http_prompts_of_a_batch_add_up(start_server: StartServer) -> None:
     assert found["vllm:request_success_total", "length"] == 5
     assert found["vllm:num_requests_running", ""] == 0
     assert found["vllm:e2e_request_latency_seconds_count", ""] == 5
+
+
+def test_idle_slots_and_the_step_time_model_are_exported() -> None:
+    metrics = Metrics(MODEL, VirtualClock(), {})
+    model = StepTime((0.004, 0.0006, 2e-7, 0.0004, 1e-7), relative_error=0.07, num_observations=9)
+    for num_steps in (1, 3):
+        metrics.on_outputs(Outputs((), stats(num_slot_steps=4 * num_steps, num_idle_slot_steps=num_steps,
+                                             num_padding_rows=num_steps, step_time=model)))
+    found = samples(metrics.text().decode())
+    assert found["paceline:slot_steps_total", ""] == 12
+    assert found["paceline:idle_slot_steps_total", ""] == found["paceline:padding_rows_total", ""] == 3
+    assert found["paceline:step_time_relative_error", ""] == 0.07
+    assert [found["paceline:step_time_seconds", term] for term in COEFFICIENTS] == list(model.coefficients)
