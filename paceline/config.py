@@ -102,7 +102,8 @@ class SchedulerConfig:
     batch_timeout_seconds: float = knob(0.05, "under regime dynamic, seconds that a batch which is not full waits for "
                                         "others, counted from the arrival of its oldest request", least=0.0, most=60.0)
     ordering: str = knob("fcfs", "who is admitted first: fcfs, priority, shortest_prompt, longest_prefix (most tokens "
-                         "in the prefix cache) or fair (tenants get equal service)")
+                         "in the prefix cache), fair (tenants get equal service) or deadline (earliest first; what "
+                         "cannot end in time is refused)")
     priority_aging_seconds: float | None = knob(
         None, "seconds of waiting that count as one level of priority; default: waiting counts for nothing, and a "
         "request may wait for ever", least=0.001)

@@ -248,6 +248,7 @@ class Stage:
 
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
+        self.note(self.scheduler.expire(self.now))
         num_running = len(self.scheduler.running)    # more than may run, where a switch has lowered the limit
         plan = self.scheduler.schedule(self.now)
         config = self.scheduler.config

@@ -70,7 +70,7 @@ MISTAKES = [
     (("info", MODEL, "--preset", "orca"), "'vllm'"),
     (("info", MODEL, "--max-model-len", "9000"), "8192"),
     (("info", MODEL, "--regime", "x"), "'continuous'"),
-    (("info", MODEL, "--ordering", "x"), "'fair', 'fcfs', 'longest_prefix', 'priority', 'shortest_prompt'"),
+    (("info", MODEL, "--ordering", "x"), "'deadline', 'fair', 'fcfs', 'longest_prefix', 'priority', 'shortest_prompt'"),
     (("info", MODEL, "--admission", "x"), "'overcommit', 'reserve', 'watermark'"),
     (("info", MODEL, "--gate", "x"), "'none', 'waiting_served'"),
     (("info", MODEL, "--watermark", "0.1", "--admission", "reserve"), "no effect with admission='reserve'"),

@@ -94,14 +94,15 @@ class LLM:
         self._close()
 
     def generate(self, prompts: Sequence[Prompt], *, n: int = 1, priorities: Sequence[int] | None = None,
-                 show_progress: bool = True, **sampling: Any) -> list[Completion]:
+                 tenants: Sequence[str] | None = None, show_progress: bool = True, **sampling: Any) -> list[Completion]:
         """Completes every prompt (text, or token ids) n times; results in order of prompt, then choice.
 
         Sampling parameters are the fields of SamplingParams, max_tokens 16 by default; a seed that is not given is
         drawn for each prompt and reported. logit_bias may be a mapping, bad_words text. best_of generates so many
         choices and gives back the n with the highest log-probability per token, best first; truncate_prompt_tokens
         keeps the last so many tokens of a prompt, -1 as many as leave room for max_tokens. priorities, one a prompt,
-        the lowest first, need an ordering or a victim rule that reads them. Raises RequestError before anything runs.
+        the lowest first, need an ordering or a victim rule that reads them; tenants, one a prompt, are for
+        ordering='fair'. Raises RequestError before anything runs.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts: give a list of prompts, not one string", param="prompts")
@@ -113,7 +114,12 @@ class LLM:
             asked["logprobs"] = 0
         submits = [self._submit(place, prompt, num_generated, asked) for place, prompt in enumerate(prompts)]
         if priorities is not None:
-            submits = self._with_priorities(submits, priorities)
+            if not self.model.reads_priority:
+                raise RequestError("priorities: this engine does not look at them; make it with ordering='priority'",
+                                   param="priorities")
+            submits = _with_each(submits, "priority", "priorities", priorities)
+        if tenants is not None:
+            submits = _with_each(submits, "tenant", "tenants", tenants)
         done = self._run(submits, show_progress)
         return done if num_generated == n else _best(done, n, sampling.get("logprobs") is not None)
 
@@ -133,14 +139,6 @@ class LLM:
         # A rendered template carries its own special tokens; the tokenizer must not add a second BOS.
         prompts = [self.model.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, n=n, show_progress=show_progress, **sampling)
-
-    def _with_priorities(self, submits: Sequence[Submit], priorities: Sequence[int]) -> list[Submit]:
-        if not self.model.reads_priority:
-            raise RequestError("priorities: this engine does not look at them; make it with ordering='priority'",
-                               param="priorities")
-        if len(priorities) != len(submits):
-            raise RequestError(f"priorities: {len(priorities)} for {len(submits)} prompts", param="priorities")
-        return [replace(submit, priority=one) for submit, one in zip(submits, priorities, strict=True)]
 
     def _submit(self, place: int, prompt: Prompt, n: int, sampling: Mapping[str, Any]) -> Submit:
         name = f"prompts[{place}]"
@@ -237,6 +235,12 @@ def _best(done: Sequence[Completion], n: int, keeps_logprobs: bool) -> list[Comp
             logprobs = choices[choice].logprobs if keeps_logprobs else None
             picked.append(replace(choices[choice], choice_index=place, logprobs=logprobs))
     return picked
+
+
+def _with_each(submits: Sequence[Submit], field_name: str, param: str, values: Sequence[Any]) -> list[Submit]:
+    if len(values) != len(submits):
+        raise RequestError(f"{param}: {len(values)} for {len(submits)} prompts", param=param)
+    return [replace(submit, **{field_name: one}) for submit, one in zip(submits, values, strict=True)]
 
 
 @contextmanager

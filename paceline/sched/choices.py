@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import RequestError
 from ..request import Request
 
 
 def choice_id(parent_id: str, choice_index: int) -> str:
     """The id under which a choice reports: the parent's own for choice 0."""
     return parent_id if choice_index == 0 else f"{parent_id}:{choice_index}"
+
+
+def choice_ids(request: Request) -> list[str]:
+    """Ids of all choices of a request. Raises RequestError where it asks for none."""
+    if request.num_choices < 1:
+        raise RequestError(f"n: must be at least 1, got {request.num_choices}", param="n")
+    return [choice_id(request.request_id, index) for index in range(request.num_choices)]
 
 
 class Choices:

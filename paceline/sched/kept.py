@@ -9,6 +9,7 @@ from ..kv.manager import KVCacheManager
 from ..request import Request
 from .counters import Counters
 from .ordering import Ordering
+from .plan import Refusal
 from .view import SchedulerView
 
 
@@ -41,6 +42,14 @@ class KeptBlocks:
             return False
         self.shrink(request, None)
         return True
+
+    def make_way(self, head: Request, refusal: Refusal, ordering: Ordering, view: SchedulerView) -> bool:
+        """Where nobody runs who could free a block, what victims kept gives way to the head of the queue: its own at
+        last. False: nothing came free, the head waits."""
+        if view.running or refusal.limit != "num_kv_blocks":
+            return False
+        num_missing = max(refusal.needed - refusal.available, 1)
+        return self.take(num_missing, ordering, view, head) or self.give_up(head)
 
     def forget(self, request: Request) -> None:
         """It runs again, or has ended."""

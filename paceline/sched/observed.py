@@ -14,6 +14,7 @@ from ..request import Request
 MOST_CLASSES = 256       # kinds of requests whose lengths are remembered apart
 MOST_LENGTHS = 256       # lengths remembered of each
 FEWEST_LENGTHS = 8       # fewer say nothing
+NEWEST_COUNTS = 8        # a running mean moves by this part of the difference
 MOST_TENANTS = 4096      # counters kept before those that say nothing are dropped
 
 ClassName = tuple[str, int]
@@ -72,6 +73,29 @@ class OutputLengths:
 
 def _class_of(request: Request) -> ClassName:
     return (request.tenant, request.sampling.max_tokens.bit_length())
+
+
+class Pace:
+    """Seconds that things took lately: means in which the newest counts one eighth. 0: never seen."""
+
+    def __init__(self) -> None:
+        self.decode_step_seconds = 0.0       # a step in which every row ran one token
+        self.prefill_token_seconds = 0.0     # a step with a prompt in it, over its tokens
+        self.request_seconds = 0.0           # a request, from its first start to its end
+
+    def note_step(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        if num_tokens > num_rows:
+            self.prefill_token_seconds = _mean(self.prefill_token_seconds, seconds / num_tokens)
+        elif num_rows:
+            self.decode_step_seconds = _mean(self.decode_step_seconds, seconds)
+
+    def note_end(self, request: Request) -> None:
+        if request.finished_at is not None and request.first_scheduled_at is not None:
+            self.request_seconds = _mean(self.request_seconds, request.finished_at - request.first_scheduled_at)
+
+
+def _mean(before: float, newest: float) -> float:
+    return before + (newest - before) / NEWEST_COUNTS if before else newest
 
 
 class TenantService:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TypeAlias
 
 from ..request import Request
@@ -54,6 +55,16 @@ def longest_prefix(request: Request, view: SchedulerView) -> OrderingKey:
     return (aged, request.arrival_time, request.request_id)
 
 
+def deadline(request: Request, view: SchedulerView) -> OrderingKey:
+    """The earliest deadline first, requests without one last, equals in order of arrival.
+
+    One that by the forecast cannot end in time is refused at the door; where that shows later it is never started and
+    ends with TIMEOUT (`forecast`).
+    """
+    ends_at = inf if request.deadline is None else request.deadline
+    return (ends_at, request.arrival_time, request.request_id)
+
+
 def least_served(view: SchedulerView) -> LaneRank:
     """How much service a tenant has had: what its counter says, and prompts that run but are not computed yet.
 
@@ -73,12 +84,13 @@ def least_served(view: SchedulerView) -> LaneRank:
 @dataclass(frozen=True, slots=True)
 class Ordering:
     """key: of those who wait, smallest first; with lanes, inside a lane. running_key: the first keeps its blocks the
-    longest."""
+    longest. keeps_deadlines: nobody starts who is forecast to end too late."""
 
     key: KeyFunction
     is_static: bool
     running_key: KeyFunction = fcfs
     lanes: Callable[[SchedulerView], LaneRank] | None = None
+    keeps_deadlines: bool = False
 
 
 ORDERINGS: Mapping[str, Ordering] = {
@@ -87,4 +99,5 @@ ORDERINGS: Mapping[str, Ordering] = {
     "shortest_prompt": Ordering(shortest_prompt, is_static=True),
     "longest_prefix": Ordering(longest_prefix, is_static=False),
     "fair": Ordering(fcfs, is_static=True, lanes=least_served),
+    "deadline": Ordering(deadline, is_static=True, running_key=deadline, keeps_deadlines=True),
 }

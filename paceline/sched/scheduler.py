@@ -21,11 +21,12 @@ from ..kv.prefix_hash import PrefixHit
 from ..request import FinishReason, Request, RequestStatus
 from .batching import PASSING_LIMITS, Batch
 from .books import check_queues
-from .choices import Choices, choice_id
+from .choices import Choices, choice_ids
 from .counters import Counters
 from .deadlines import Deadlines
 from .ended import EndedRequests
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .forecast import is_hopeless, refuse_infeasible
 from .kept import KeptBlocks
 from .ledger import Ledger
 from .limits import Limits, check_fits, parent_of_fork
@@ -91,14 +92,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Accepts a request, or raises RequestError and changes nothing."""
         check_fits(request.num_prompt_tokens, request.sampling.max_tokens, self.limits)
-        if request.num_choices < 1:
-            raise RequestError(f"n: must be at least 1, got {request.num_choices}", param="n")
-        ids = [request.request_id] + [choice_id(request.request_id, i) for i in range(1, request.num_choices)]
-        for request_id in ids:
+        for request_id in choice_ids(request):
             self._refuse_taken_id(request_id)
+        view = self._view(request.arrival_time)
+        refuse_infeasible(view, request, self.policies.ordering)
         self._choices.expect(request)
         self._accept(request)
-        self.waiting.push(request, self._view(request.arrival_time))
+        self.waiting.push(request, view)
 
     def fork(self, parent_id: str, child: Request) -> None:
         """The child goes on from where the running parent stands, on the same blocks; it ends with its parent's abort.
@@ -116,8 +116,14 @@ class Scheduler:
         return self._end_families(request_ids, ABORTED, now)
 
     def expire(self, now: float) -> list[RequestOutput]:
-        """Ends those whose deadline has come, with all their choices."""
-        return self._end_families(self._deadlines.due(now), EXPIRED, now)
+        """Ends those whose deadline has come or cannot be kept any more, with all their choices."""
+        outputs = self._end_families(self._deadlines.due(now), EXPIRED, now)
+        if not self.policies.ordering.keeps_deadlines:
+            return outputs
+        view = self._view(now)
+        while (head := self.waiting.head(view)) is not None and is_hopeless(view, head, self.policies.ordering):
+            outputs += self._end_families((head.request_id,), EXPIRED, now)
+        return outputs
 
     def idle_until(self, now: float) -> float | None:
         """Where nothing can run before some time unless a request arrives: that time. None: a step has work now, or
@@ -149,8 +155,6 @@ class Scheduler:
         self.kv.check((*self._requests.values(), *self._ended.in_flight, *self._ended.padding))
         check_queues(self._requests, self.running, self.waiting, self._kept.request_ids)
         self._ended.check(self.running)
-
-    # --- schedule
 
     def schedule(self, now: float) -> SchedulerOutput:
         """The plan of the next step. Its update must come before the next schedule."""
@@ -228,7 +232,7 @@ class Scheduler:
         while (request := self.waiting.head(view)) is not None:
             hit, step.refusal = decide(request, self._choices.is_expecting(request), self.policies, view, step)
             if step.refusal is not None:
-                if self._frees_kept_blocks(request, step.refusal, view):
+                if self._kept.make_way(request, step.refusal, self.policies.ordering, view):
                     continue
                 return                                      # nobody passes the head: nobody starves
             step.num_started += 1
@@ -237,13 +241,6 @@ class Scheduler:
             num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, 0)
             step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
-
-    def _frees_kept_blocks(self, head: Request, refusal: Refusal, view: SchedulerView) -> bool:
-        """Where nobody runs who could free a block, what victims kept must give way to the head: its own at last."""
-        if self.running or refusal.limit != "num_kv_blocks":
-            return False
-        num_missing = max(refusal.needed - refusal.available, 1)
-        return self._kept.take(num_missing, self.policies.ordering, view, head) or self._kept.give_up(head)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
         self.waiting.remove(request)
@@ -258,8 +255,6 @@ class Scheduler:
     def _drop_padding_of_past(self) -> None:
         if not (self.running and self.policies.regime.is_padded):
             self._ended.stop_padding(is_in_flight=self._in_flight is not None)
-
-    # --- update
 
     def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[RequestOutput]:
         """Takes in what the step in flight produced. The only place where observations change."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..kv.prefix_hash import MISS, PrefixHit
 from ..request import Request
 from .admission import prefill_room
+from .forecast import is_hopeless
 from .lookback import has_unscored
 from .plan import Refusal
 from .policies import Policies
@@ -20,6 +21,8 @@ def decide(
         return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
     if step.budget_left == 0:
         return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
+    if is_hopeless(view, request, policies.ordering):       # it ends before the next step
+        return MISS, Refusal(request.request_id, "deadline", needed=1, available=0)
     if step.scored_left == 0 and has_unscored(request):
         return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)
     hit = view.kv.look_up(request) if request.block_tables or not has_unscored(request) else MISS

@@ -9,7 +9,7 @@ from typing import Protocol
 from ..config import SchedulerConfig
 from ..kv.prefix_hash import PrefixHit
 from ..request import Request
-from .observed import OutputLengths, TenantService
+from .observed import OutputLengths, Pace, TenantService
 from .plan import SchedulerOutput, StepResult
 from .step_time import StepTimeModel
 
@@ -73,6 +73,7 @@ class Observations:
     num_finished_output_tokens: int = 0     # what those generated
     num_steps_since_start: int = 0          # steps since one in which a request left the queue
     output_lengths: OutputLengths = field(default_factory=OutputLengths)
+    pace: Pace = field(default_factory=Pace)
     service: TenantService = field(default_factory=TenantService)
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
 
@@ -81,12 +82,14 @@ class Observations:
         self.num_step_tokens += plan.num_tokens
         self.step_seconds += result.duration_seconds
         self.step_time.observe(plan, result.duration_seconds)
+        self.pace.note_step(len(plan.rows), plan.num_tokens, result.duration_seconds)
         self.num_steps_since_start = 0 if plan.num_started else self.num_steps_since_start + 1
 
     def note_end(self, request: Request) -> None:
         self.num_finished += 1
         self.num_finished_output_tokens += request.num_output_tokens
         self.output_lengths.note(request)
+        self.pace.note_end(request)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -143,10 +143,10 @@ class _Window:
 
 
 class _Lanes:
-    """A heap for each tenant, and one over the tenants by what they are sure to have been served when last looked at.
+    """A heap for each tenant, and one over the tenants: by what they had for sure, then by who is first in the lane.
 
-    That only grows while a tenant waits, so an entry never stands too far back: those whose rank may be the least are
-    found by looking until the next entry is already beyond the best.
+    Both only grow while a lane's entry stands, so it never stands too far back: the tenant to serve is found by looking
+    until the next entry is beyond the best.
     """
 
     def __init__(self, ordering: Ordering) -> None:
@@ -155,30 +155,29 @@ class _Lanes:
         self._rank_of = ordering.lanes
         self._lanes: dict[str, _Heap] = {}
         self._entry_of: dict[str, int] = {}                   # the number of a lane's one living entry
-        self._entries: list[tuple[float, str, int]] = []
+        self._entries: list[tuple[float, OrderingKey, int, str]] = []
         self._num_entries = 0
 
     def push(self, request: Request, view: SchedulerView) -> None:
-        lane = self._lanes.get(request.tenant)
-        if lane is None:
-            lane = self._lanes[request.tenant] = _Heap(self._ordering)
-            self._enter(request.tenant, self._rank_of(view)(request.tenant)[0])
+        lane = self._lanes.setdefault(request.tenant, _Heap(self._ordering))
         lane.push(request, view)
+        if lane.head(view) is request:
+            self._enter(request.tenant, self._rank_of(view)(request.tenant)[0], view)
 
     def head(self, view: SchedulerView) -> Request:
         rank_of = self._rank_of(view)
         looked_at: list[tuple[str, float]] = []
-        best: tuple[float, OrderingKey, str] | None = None    # of equals, the tenant whose request is first
-        while self._entries and (best is None or self._entries[0][0] <= best[0]):
-            _, tenant, number = heappop(self._entries)
+        best: tuple[float, OrderingKey, str] | None = None
+        while self._entries and (best is None or self._entries[0][:2] < best[:2]):
+            _, _, number, tenant = heappop(self._entries)
             if self._entry_of.get(tenant) != number:
-                continue                                      # its lane was empty since
+                continue                                      # its lane was empty since, or its first another
             sure, promised = rank_of(tenant)
             looked_at.append((tenant, sure))
-            one = (sure + promised, self._ordering.key(self._lanes[tenant].head(view), view), tenant)
+            one = (sure + promised, self._first_key(tenant, view), tenant)
             best = one if best is None else min(best, one)
         for tenant, sure in looked_at:
-            self._enter(tenant, sure)
+            self._enter(tenant, sure, view)
         if best is None:
             raise InvariantError("requests wait in no lane")
         return self._lanes[best[2]].head(view)
@@ -189,7 +188,10 @@ class _Lanes:
         if not len(lane):
             del self._lanes[request.tenant], self._entry_of[request.tenant]
 
-    def _enter(self, tenant: str, sure: float) -> None:
+    def _first_key(self, tenant: str, view: SchedulerView) -> OrderingKey:
+        return self._ordering.key(self._lanes[tenant].head(view), view)
+
+    def _enter(self, tenant: str, sure: float, view: SchedulerView) -> None:
         self._num_entries += 1
         self._entry_of[tenant] = self._num_entries
-        heappush(self._entries, (sure, tenant, self._num_entries))
+        heappush(self._entries, (sure, self._first_key(tenant, view), self._num_entries, tenant))

@@ -55,6 +55,20 @@ def test_a_server_may_open_as_many_files_as_the_system_lets_it(serve: Serve, tin
 
 
 @pytest.mark.parametrize("transport", ["thread", "process"])
+def test_a_timeout_that_cannot_be_kept_is_refused_at_the_door(serve: Serve, tiny_model: str, transport: str) -> None:
+    server = serve("--transport", transport, "--ordering", "deadline", "--prefix-cache", "none", model=tiny_model)
+    body = {"prompt": [1, 2, 3] * 2000, "max_tokens": 1, "timeout": 600}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200    # one is measured
+    answer = httpx.post(f"{server.url}/v1/completions", json=body | {"timeout": 0.001}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "deadline_infeasible", "timeout")
+    assert error["message"].startswith("timeout: 0.001 s cannot be kept; by what was measured of late")
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    server.until_idle()
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("transport", ["thread", "process"])
 def test_a_request_ends_at_its_timeout_and_gives_its_blocks_back(
     serve: Serve, tiny_model: str, transport: str
 ) -> None:

@@ -161,6 +161,14 @@ def test_so_is_a_prompt(llm: LLM, prompt: Any) -> None:
     assert not llm.core.has_work()
 
 
+def test_tenants_take_turns_under_fair() -> None:
+    llm = make_llm(Setup(max_num_seqs=1, ordering="fair"))
+    generate(llm, [[1], [2], [3], [4]], tenants=["a", "a", "a", "b"], max_tokens=1)
+    assert [row.token_ids for plan in llm.core.executor.steps for row in plan.rows] == [(1,), (4,), (2,), (3,)]
+    with pytest.raises(RequestError, match="tenants: 1 for 2"):
+        generate(llm, [[1], [2]], tenants=["a"])
+
+
 def test_priorities_decide_who_is_first_and_are_refused_where_nobody_looks() -> None:
     one_at_a_time = Setup(max_num_seqs=1, ordering="priority")
     llm = make_llm(one_at_a_time, reads_priority=True)

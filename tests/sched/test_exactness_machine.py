@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RequestError
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
 from paceline.sched.admission import ADMISSIONS
@@ -109,7 +109,11 @@ class Engine(RuleBasedStateMachine):
                   "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
         deadline = None if asked["patience"] is None else self.stage.now + asked["patience"]
-        self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, deadline=deadline, **fields))
+        try:
+            self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, deadline=deadline, **fields))
+        except RequestError as refusal:
+            assert refusal.code == "deadline_infeasible"
+            return
         self.deadlines[name] = deadline
         for i in range(num_choices):
             self._expect(make_request(f"{name}:{i}" if i else name, prompt, max_tokens, choice_index=i, **fields))
@@ -207,7 +211,8 @@ class Engine(RuleBasedStateMachine):
                 assert {name, name.partition(":")[0]} & failing
             elif output.finish_reason is FinishReason.TIMEOUT:
                 deadline = self.deadlines[name.partition(":")[0]]
-                assert deadline is not None and deadline <= stage.now
+                was_given_up = output.timeline.first_scheduled_at is None    # it could not be kept any more
+                assert deadline is not None and (was_given_up or deadline <= stage.now)
             elif output.finish_reason is not FinishReason.ABORT:
                 assert stage.tokens[name] == self.expected[name]
                 assert stage.scores.get(name, []) == self.expected_scores.get(name, [])
