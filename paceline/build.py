@@ -46,6 +46,7 @@ from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
 from .ops.machine import available_memory_bytes
 from .ops.program import Program
+from .policy_book import PolicyBook
 from .presets import DEFAULT_PRESET, engine_config
 from .runner.executor import ModelExecutor
 from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
@@ -202,7 +203,7 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
     events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
-    core = EngineCore(scheduler, executor, clock, events, stops)
+    core = EngineCore(scheduler, executor, clock, events, stops, PolicyBook(cache, build_policies, reads_priority))
     return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
 
 

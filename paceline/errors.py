@@ -7,6 +7,8 @@ The caller's mistake is a typed exception raised before anything is queued. Scar
 
 from __future__ import annotations
 
+import re
+
 
 class EngineError(Exception):
     """Base of everything a caller of this package may want to catch."""
@@ -14,6 +16,12 @@ class EngineError(Exception):
 
 class ConfigError(EngineError):
     """A bad knob: unknown name, value out of range, impossible combination. Command line: exit status 2."""
+
+
+def field_of(error: ConfigError) -> str | None:
+    """The knob at fault, with which the message begins."""
+    found = re.match(r"\w+", str(error))
+    return found and found[0]
 
 
 class ModelError(EngineError):

@@ -210,6 +210,7 @@ class Request:
     num_cached_tokens: int = 0               # of the prompt, taken from the prefix cache at first admission
     num_scored_tokens: int = 0               # of the prompt, whose log-probabilities were reported (prompt_logprobs)
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0           # computed more than once, because a preemption had lost them
     finish_reason: FinishReason | None = None
     stop: StopMatch | None = None
     first_scheduled_at: float | None = None

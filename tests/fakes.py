@@ -234,6 +234,13 @@ class Stage:
         for request in requests:
             self.scheduler.add(request)
 
+    def switch(self, **knobs: object) -> None:
+        """Other policies and numbers, by the names of SchedulerConfig; what is not named stays."""
+        config = replace(self.scheduler.config, **knobs)    # type: ignore[arg-type]
+        names = {kind: getattr(config, kind) for kind in POLICY_TABLES}
+        self.scheduler.switch_policies(make_policies(**names), config)
+        self.scheduler.check()
+
     def step(self) -> SchedulerOutput:
         plan = self.schedule()
         self.update(plan)
@@ -242,9 +249,11 @@ class Stage:
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
         self.note(self.scheduler.expire(self.now))
+        num_running = len(self.scheduler.running)    # more than may run, where a switch has lowered the limit
         plan = self.scheduler.schedule(self.now)
-        assert plan.num_tokens <= self.setup.max_num_batched_tokens or len(plan.rows) == 1
-        assert plan.num_running <= self.setup.max_num_seqs
+        config = self.scheduler.config
+        assert plan.num_tokens <= config.max_num_batched_tokens or len(plan.rows) == 1
+        assert plan.num_running <= max(config.max_num_seqs, num_running)
         self.scheduler.check()
         self.plans.append(plan)
         return plan

@@ -9,13 +9,31 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from ..clock import Clock
-from ..errors import ConfigError, EngineDead, EngineError
+from ..errors import ConfigError, EngineDead, EngineError, RequestError
 from ..sched.choices import choice_id
-from .messages import Abort, Died, EngineStats, News, Outputs, Ready, Rejected, RequestOutput, Stop, Stopped, Submit
+from .messages import (
+    Abort,
+    Answer,
+    Answered,
+    Ask,
+    Died,
+    EngineStats,
+    News,
+    Outputs,
+    Question,
+    Ready,
+    Rejected,
+    RequestOutput,
+    Stop,
+    Stopped,
+    Submit,
+    Switched,
+)
 from .queue_limits import Load, QueueGate, QueueLimits
 from .transport import Transport
 
@@ -121,6 +139,8 @@ class AsyncEngine:
         self._watch: asyncio.Task[None] | None = None
         self._streams: dict[str, RequestStream] = {}
         self._listeners: list[OnOutputs] = []
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._numbers = count()
         self._last_progress_at = clock.now()
         self._unread = threading.Semaphore(MAX_UNREAD_NEWS)
         self._changed = asyncio.Event()
@@ -179,6 +199,19 @@ class AsyncEngine:
         self._gate.enter(load)
         self._transport.send(message)
         return stream
+
+    async def ask(self, question: Question) -> Answer:
+        """The engine's answer, given between two steps. Raises RequestError where what was asked for cannot be, and
+        EngineDead where nobody can answer."""
+        if self.state not in ("ready", "draining"):
+            raise EngineDead(f"the engine is {self.state}")
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._transport.send(Ask(number, question))
+        try:
+            return await answer
+        finally:
+            del self._asked[number]
 
     def check_room(self) -> None:
         """Raises Overloaded if no request at all would be accepted now."""
@@ -239,11 +272,24 @@ class AsyncEngine:
                 if (stream := self._streams.get(news.request_id)) is not None:
                     self._forget(stream)
                     stream._close(news.error)
+            case Answered():
+                self._take_answer(news)
             case Died():
                 self._die(news)
             case Stopped():
                 self.state = "stopped"
         self._notify()
+
+    def _take_answer(self, news: Answered) -> None:
+        if isinstance(news.answer, Switched) and self._model is not None:
+            self._model = replace(self._model, reads_priority=news.answer.new.reads_priority)
+        answer = self._asked.get(news.number)
+        if answer is None or answer.done():
+            return    # whoever asked has left
+        if isinstance(news.answer, RequestError):
+            answer.set_exception(news.answer)
+        else:
+            answer.set_result(news.answer)
 
     def _die(self, news: Died) -> None:
         if self.state != "loading":    # else whoever awaits ready() is told
@@ -294,6 +340,9 @@ class AsyncEngine:
         for stream in set(self._streams.values()):
             self._forget(stream)
             stream._close(failure)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(str(failure)))
 
     def _notify(self) -> None:
         self._changed.set()

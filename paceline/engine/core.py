@@ -8,20 +8,45 @@ to go back to. The clock is imported as a type only, since its module reads the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from ..config import SchedulerConfig
+from ..errors import ConfigError, RequestError, field_of
 from ..request import Request
 from ..sched.outputs import RequestOutput
 from ..sched.plan import Executor, SchedulerOutput, StepResult
+from ..sched.policies import Policies
+from ..sched.reports import reports_of
 from ..sched.scheduler import Scheduler
 from .events import EngineEvents
-from .messages import Outputs, Submit
+from .messages import (
+    Answer,
+    AskPolicy,
+    AskRequests,
+    Outputs,
+    PolicyState,
+    Question,
+    RequestReports,
+    Submit,
+    Switched,
+    SwitchPolicy,
+)
 
 if TYPE_CHECKING:
     from ..clock import Clock
 
 # Marks rows whose text reached a stop string: sets RowResult.stop and cuts its tokens after the match.
 FindStops: TypeAlias = Callable[[SchedulerOutput, StepResult], StepResult]
+
+
+class PolicyBook(Protocol):
+    """Knows policies and presets by name."""
+
+    def resolve(self, asked: SwitchPolicy, current: SchedulerConfig) -> tuple[SchedulerConfig, Policies]:
+        """What to switch to. Raises ConfigError where it cannot be, beginning with the field."""
+        ...
+
+    def describe(self, config: SchedulerConfig) -> PolicyState: ...
 
 
 class EngineCore:
@@ -34,12 +59,14 @@ class EngineCore:
         clock: Clock,
         events: EngineEvents,
         find_stops: FindStops | None = None,
+        policy_book: PolicyBook | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.events = events
         self._find_stops = find_stops
+        self._policy_book = policy_book
         self._ended_between_steps: list[RequestOutput] = []    # the next Outputs brings them
 
     def add(self, submit: Submit) -> None:
@@ -49,6 +76,22 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these and all their choices; their last outputs come with the next step."""
         self._note_ends(self.scheduler.abort(request_ids, self.clock.now()))
+
+    def answer(self, question: Question) -> Answer:
+        """Between steps. Raises RequestError, changing nothing, where what was asked for cannot be."""
+        if isinstance(question, AskRequests):
+            return RequestReports(reports_of(self.scheduler, question.request_ids, self.clock.now()))
+        if self._policy_book is None:
+            raise RequestError("policy: this engine knows no policies by name")
+        old = self.scheduler.config
+        if isinstance(question, AskPolicy):
+            return self._policy_book.describe(old)
+        try:
+            config, policies = self._policy_book.resolve(question, old)
+            self.scheduler.switch_policies(policies, config)
+        except ConfigError as error:
+            raise RequestError(str(error), field_of(error)) from error
+        return Switched(self._policy_book.describe(old), self._policy_book.describe(config))
 
     def has_work(self) -> bool:
         """Whether a step would run something or bring news."""
@@ -72,7 +115,7 @@ class EngineCore:
         now = self.clock.now()
         self._note_ends(self.scheduler.expire(now))
         if not self.scheduler.has_work() or self.scheduler.idle_until(now) is not None:
-            return Outputs(self._take_news(), self.scheduler.stats())
+            return self._outputs(self._take_news())
         plan = self.scheduler.schedule(now)
         result = self.executor.collect(self.executor.submit(plan))
         if self._find_stops is not None:
@@ -81,7 +124,13 @@ class EngineCore:
         self.events.step_done(plan, result)
         self._tell_finished(outputs)
         news = (*self._take_news(), *outputs)
-        return Outputs(news, self.scheduler.stats(), plan.num_tokens, result.duration_seconds)
+        return self._outputs(news, plan.num_tokens, result.duration_seconds)
+
+    def _outputs(
+        self, news: tuple[RequestOutput, ...], num_tokens: int = 0, duration_seconds: float = 0.0
+    ) -> Outputs:
+        totals = self.scheduler.ledger.totals_if_due(is_idle=not self.scheduler.has_work())
+        return Outputs(news, self.scheduler.stats(), num_tokens, duration_seconds, totals)
 
     def _note_ends(self, outputs: list[RequestOutput]) -> None:
         """Ends that no step brought."""

@@ -7,10 +7,16 @@ from typing import TypeAlias
 
 from ..errors import RequestError
 from ..request import SamplingParams
+from ..sched.ledger import LedgerTotals
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
+from ..sched.reports import RequestReport
 
-__all__ = ["Abort", "Died", "EngineStats", "Message", "News", "Outputs", "Ready", "Rejected", "RequestOutput",
-           "RequestTimeline", "Stop", "Stopped", "Submit"]
+__all__ = ["Abort", "Answer", "Answered", "Ask", "AskPolicy", "AskRequests", "Died", "EngineStats", "KnobValue",
+           "LedgerTotals", "Message", "News", "Outputs", "PolicyState", "Question", "Ready", "Rejected",
+           "RequestOutput", "RequestReport", "RequestReports", "RequestTimeline", "Stop", "Stopped", "Submit",
+           "SwitchPolicy", "Switched"]
+
+KnobValue: TypeAlias = int | float | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +50,38 @@ class Stop:
     is_graceful: bool
 
 
-Message: TypeAlias = Submit | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class SwitchPolicy:
+    """Schedule by these from the next step on: a preset, knobs of SchedulerConfig, or a preset with knobs over it."""
+
+    preset: str | None = None
+    knobs: tuple[tuple[str, KnobValue], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskPolicy:
+    """Which policies does the engine schedule by?"""
+
+
+@dataclass(frozen=True, slots=True)
+class AskRequests:
+    """Where are these choices, and why?"""
+
+    request_ids: tuple[str, ...]
+
+
+Question: TypeAlias = SwitchPolicy | AskPolicy | AskRequests
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Answer this between two steps. The number comes back with the answer."""
+
+    number: int
+    question: Question
+
+
+Message: TypeAlias = Submit | Abort | Stop | Ask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +98,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """One step's news. `step_num_tokens` and `step_duration_seconds` describe the step itself."""
+    """One step's news. `step_num_tokens` and `step_duration_seconds` describe the step itself. The ledger comes now and
+    then, and with the last step before there is nothing to do."""
 
     outputs: tuple[RequestOutput, ...]
     stats: EngineStats
     step_num_tokens: int = 0
     step_duration_seconds: float = 0.0
+    ledger: LedgerTotals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +114,41 @@ class Rejected:
 
     request_id: str
     error: RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyState:
+    """What the engine schedules by."""
+
+    preset: str | None                              # whose values these are; None: no preset's
+    knobs: tuple[tuple[str, KnobValue], ...]        # all of SchedulerConfig, and prefix_cache
+    reads_priority: bool                            # as in Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """What SwitchPolicy changed."""
+
+    old: PolicyState
+    new: PolicyState
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReports:
+    """In the order asked for; of those that run, wait, or have ended not too many others ago."""
+
+    reports: tuple[RequestReport, ...]
+
+
+Answer: TypeAlias = PolicyState | Switched | RequestReports
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """To the Ask of this number. An error: nothing has changed."""
+
+    number: int
+    answer: Answer | RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +164,4 @@ class Stopped:
     """The loop has left as asked."""
 
 
-News: TypeAlias = Ready | Outputs | Rejected | Died | Stopped
+News: TypeAlias = Ready | Outputs | Rejected | Answered | Died | Stopped

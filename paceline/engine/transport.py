@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ..errors import ConfigError, ModelError, RequestError
 from .core import EngineCore
-from .messages import Abort, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
+from .messages import Abort, Answered, Ask, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
 
 LOGGER = logging.getLogger("paceline.engine")
 STDERR = 2    # the descriptor: what a crash needs is there whatever became of sys.stderr
@@ -99,6 +99,8 @@ def _serve_messages(core: EngineCore, inbox: Inbox, publish: OnNews) -> None:
                     _add(core, message, publish)
                 case Abort():
                     core.abort(message.request_ids)
+                case Ask():
+                    _answer(core, message, publish)
                 case Stop(is_graceful=True):
                     is_stopping = True
                 case Stop():
@@ -114,6 +116,13 @@ def _add(core: EngineCore, submit: Submit, publish: OnNews) -> None:
         core.add(submit)
     except RequestError as error:
         publish(Rejected(submit.request_id, error))
+
+
+def _answer(core: EngineCore, ask: Ask, publish: OnNews) -> None:
+    try:
+        publish(Answered(ask.number, core.answer(ask.question)))
+    except RequestError as error:
+        publish(Answered(ask.number, error))
 
 
 class _QueueInbox:

@@ -79,6 +79,8 @@ class KVCacheManager:
 
     def num_blocks_held(self, request: Request) -> int:
         """Shared ones included."""
+        if not self._has_windows:
+            return sum(map(len, request.block_tables))
         return sum(len(real_blocks(table)) for table in request.block_tables)
 
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int:

@@ -40,6 +40,7 @@ class Counters:
             once = self._num_once_computed.get(request.request_id, 0)
             if start < once:
                 self.num_recomputed_tokens += min(end, once) - start
+                request.num_recomputed_tokens += min(end, once) - start
                 start = min(end, once)
         num_prompt_tokens = max(min(end, request.num_prompt_tokens) - start, 0)
         self.num_prompt_tokens_computed += num_prompt_tokens

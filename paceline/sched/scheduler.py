@@ -22,22 +22,22 @@ from ..request import FinishReason, Request, RequestStatus
 from .batching import PASSING_LIMITS, Batch
 from .books import check_queues
 from .choices import Choices, choice_ids
-from .chunking import check_whole_prompts_fit
 from .counters import Counters
 from .deadlines import Deadlines
 from .ended import EndedRequests
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
 from .forecast import is_hopeless, refuse_infeasible
 from .kept import KeptBlocks
+from .ledger import Ledger
 from .limits import Limits, check_fits, parent_of_fork
 from .lookback import news_of_scores, num_tokens_within, sampling_ref_of
-from .ordering import OrderingKey
 from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
 from .room import Room
 from .start import decide, has_slot
 from .step_builder import StepBuilder
+from .switch import check_switch
 from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 from .wait_queue import WaitQueue
@@ -62,7 +62,8 @@ class Scheduler:
         self.policies = policies
         self.limits = Limits(kv.num_tokens_that_fit(max_model_len))
         self.running: list[Request] = []      # in the ordering's order
-        self.waiting = WaitQueue(policies.ordering)
+        self.ledger = Ledger(kv, self.running)
+        self.waiting = WaitQueue(policies.ordering, self.ledger)
         self.observations = Observations()
         self._finish_rules = FinishRules(eos_token_ids, self.limits.max_model_len)
         self._requests: dict[str, Request] = {}             # every unfinished one
@@ -137,10 +138,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else request.output_token_ids
 
-    def switch_policies(self, policies: Policies) -> None:
+    def switch_policies(self, policies: Policies, config: SchedulerConfig) -> None:
         """Swaps the whole bundle between two steps and puts all in the new order, or raises ConfigError."""
-        check_whole_prompts_fit(policies.chunking, self.kv.max_step_tokens, self.max_model_len)
-        self.policies = policies
+        check_switch(config, policies, self.kv.max_step_tokens, self.max_model_len)
+        self.policies, self.config = policies, config
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
         self.running.sort(key=lambda request: policies.ordering.running_key(request, view))
@@ -155,12 +156,11 @@ class Scheduler:
         check_queues(self._requests, self.running, self.waiting, self._kept.request_ids)
         self._ended.check(self.running)
 
-    # --- schedule
-
     def schedule(self, now: float) -> SchedulerOutput:
         """The plan of the next step. Its update must come before the next schedule."""
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been updated")
+        self.ledger.pass_time(now)
         view = self._view(now)
         chunking = self.policies.chunking
         step = StepBuilder(self._next_step_id, chunking.budget(view), self.kv, self._copies)
@@ -177,6 +177,7 @@ class Scheduler:
         step.add_padding(self._ended.padding)
         self._next_step_id += 1
         self._in_flight = step.build(len(self.waiting), len(self.running), self.config.max_num_seqs)
+        self.ledger.planned(self._in_flight, step.is_short_of_blocks)
         return self._in_flight
 
     def _continue_running(self, view: SchedulerView, step: StepBuilder, requests: Iterable[Request]) -> None:
@@ -255,12 +256,11 @@ class Scheduler:
         if not (self.running and self.policies.regime.is_padded):
             self._ended.stop_padding(is_in_flight=self._in_flight is not None)
 
-    # --- update
-
     def update(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[RequestOutput]:
         """Takes in what the step in flight produced. The only place where observations change."""
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
+        self.ledger.pass_time(now)
         self._in_flight = None
         for copy in self._copies.land(result):
             self.kv.copy_done(copy)
@@ -336,11 +336,7 @@ class Scheduler:
     def _join_running(self, request: Request, view: SchedulerView) -> None:
         request.status = RequestStatus.RUNNING
         self._batch.num_members += 1
-
-        def key(other: Request) -> OrderingKey:
-            return self.policies.ordering.running_key(other, view)
-
-        insort(self.running, request, key=key)
+        insort(self.running, request, key=lambda other: self.policies.ordering.running_key(other, view))
 
     def _fork_if_due(self, parent: Request, view: SchedulerView) -> None:
         """A parent at its last prompt token gets its choices; from here on they are requests like any other."""
@@ -351,8 +347,7 @@ class Scheduler:
 
     def _start_fork(self, parent: Request, child: Request, view: SchedulerView) -> None:
         self._accept(child)
-        is_full = not has_slot(self.policies, view)
-        if is_full or self.policies.admission(view, child, self.kv.shared_by_fork(parent)) is not None:
+        if not has_slot(self.policies, view) or self.policies.admission(view, child, self.kv.shared_by_fork(parent)):
             self.waiting.push(child, view)                  # it will find its prompt in the prefix cache
             return
         self.kv.fork(parent, child)
@@ -361,8 +356,7 @@ class Scheduler:
 
     def _end(self, request: Request, finish: Finish, now: float) -> None:
         """The one removal for all ends."""
-        del self._requests[request.request_id]
-        del self._sampling_refs[request.request_id]
+        del self._requests[request.request_id], self._sampling_refs[request.request_id]
         is_running = request.status is RequestStatus.RUNNING
         if is_running:
             self.running.remove(request)
@@ -381,8 +375,10 @@ class Scheduler:
         self._deadlines.forget(request)
         self._choices.ended(request)
         self._counters.ended(request)
+        self.ledger.ended.note(request, now)
 
     def _end_families(self, request_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
+        self.ledger.pass_time(now)
         outputs: list[RequestOutput] = []
         for request_id in request_ids:
             outputs += self._end_unborn((request_id, *self._choices.unborn(request_id)), finish, now)

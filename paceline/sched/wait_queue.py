@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ..errors import InvariantError
 from ..request import Request, RequestStatus
+from .ledger import Ledger
 from .ordering import Ordering, OrderingKey
 from .view import SchedulerView
 
@@ -23,7 +24,8 @@ DYNAMIC_WINDOW = 64    # waiting requests a dynamic ordering looks at in one ste
 class WaitQueue:
     """Requests that hold no blocks, smallest key first."""
 
-    def __init__(self, ordering: Ordering) -> None:
+    def __init__(self, ordering: Ordering, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._waiting: OrderedDict[str, Request] = OrderedDict()    # in order of entry, but preempted ones in front
         self._picker = _picker(ordering, self._waiting)
 
@@ -40,6 +42,7 @@ class WaitQueue:
         if request.status is RequestStatus.PREEMPTED:
             self._waiting.move_to_end(request.request_id, last=False)
         self._picker.push(request, view)
+        self._ledger.entered(request, view.now)
 
     def head(self, view: SchedulerView) -> Request | None:
         """Who is next; stays in the queue."""
@@ -52,10 +55,11 @@ class WaitQueue:
     def remove(self, request: Request) -> None:
         del self._waiting[request.request_id]
         self._picker.remove(request)
+        self._ledger.left(request)
 
     def reordered(self, ordering: Ordering, view: SchedulerView) -> WaitQueue:
         """The same requests in a queue with another ordering."""
-        queue = WaitQueue(ordering)
+        queue = WaitQueue(ordering, self._ledger)
         for request in self:
             queue._waiting[request.request_id] = request
             queue._picker.push(request, view)

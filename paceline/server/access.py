@@ -19,7 +19,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version"})    # compared with the 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CORS_HEADERS = [
     (b"access-control-allow-origin", b"*"),
-    (b"access-control-expose-headers", b"x-request-id, x-paceline-ignored, retry-after"),
+    (b"access-control-expose-headers", b"x-request-id, x-paceline-ignored, x-paceline-queue-seconds, "
+     b"x-paceline-prefill-seconds, x-paceline-decode-seconds, x-paceline-preemptions, retry-after"),
 ]
 PREFLIGHT_HEADERS = [
     (b"access-control-allow-origin", b"*"),
@@ -83,7 +84,8 @@ class Access:
         key = keys.find(secrets)
         if key is None:
             return _denied("API key", bool(secrets))
-        scope[NOTE].tenant = key.tenant
+        note: RequestNote = scope[NOTE]
+        note.tenant, note.owner, note.is_admin = key.tenant, key.owner, key is keys.admin
         return None
 
 

@@ -19,13 +19,16 @@ from starlette.types import Receive, Scope, Send
 
 from ..clock import Clock
 from ..config import ServerConfig
+from ..engine.messages import AskRequests, RequestReports
 from ..errors import ConfigError, EngineError, Overloaded, RequestError
 from .access import Access
+from .admin import AdminRoutes
 from .engine_port import Engine, EngineInfo, SeedSource
 from .keys import read_keys
 from .limits import read_object
 from .metrics import Metrics
 from .openai import Call, CallReader
+from .recent_calls import RecentCalls, not_found, told
 from .replies import HttpError, as_http_error, json_response
 from .reply import LiveReplies, Reply
 from .request_log import NOTE
@@ -47,7 +50,7 @@ def make_app(
     """The app. Replies that are still being written are in `app.state.live_replies`."""
     keys = read_keys(config, os.environ)
     names = served_names(config, model_name)
-    metrics = Metrics(names[0], clock, engine_info or {})
+    metrics = Metrics(names[0], clock, engine_info or {}, keys.tenants)
     engine.add_listener(metrics.on_outputs)
     door = Door(engine, config, CallReader(engine, config, names, seed_source, clock), metrics)
     app = Starlette(
@@ -84,6 +87,7 @@ class Door:
         self.reader = reader
         self.metrics = metrics
         self.live = LiveReplies()
+        self.calls = RecentCalls()
         self.started = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -96,7 +100,9 @@ class Door:
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
+            Route("/v1/requests/{request_id:path}", self.request, methods=["GET"]),
             *TokenizeRoutes(self.engine, self.config, self.reader).routes(),
+            *AdminRoutes(self.engine, self.config, self.metrics).routes(),
         ]
 
     async def completions(self, request: Request) -> Reply:
@@ -118,7 +124,18 @@ class Door:
             raise RequestError(f"{field}: {num_tokens} tokens; at most {most} fit the queue here", field)
         if (tenant := request.scope[NOTE].tenant) is not None:    # what a key says outranks the field `user`
             call = replace(call, submits=tuple(replace(submit, tenant=tenant) for submit in call.submits))
+        self.calls.add(call, request.scope[NOTE])
         return Reply(self.engine, call, self.live)
+
+    async def request(self, request: Request) -> Response:
+        """Where a request is, and why: by the id of its answer, or by its x-request-id."""
+        name = request.path_params["request_id"]
+        record = self.calls.find(name, request.scope[NOTE])
+        answer = await self.engine.ask(AskRequests(record.choice_ids))
+        assert isinstance(answer, RequestReports)
+        if not answer.reports:    # it was turned away by a full queue, or is forgotten
+            raise not_found(name)
+        return json_response(told(record, answer.reports))
 
     def _check_open(self) -> None:
         """Refuses work that could not be done, before it costs anything."""

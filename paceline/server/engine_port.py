@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ..engine.messages import EngineStats, Outputs, RequestOutput, Submit
+from ..engine.messages import Answer, EngineStats, Outputs, Question, RequestOutput, Submit
 
 if TYPE_CHECKING:
     from ..model.chat_template import ChatTemplate
@@ -72,6 +72,10 @@ class Engine(Protocol):
     def num_unfinished(self) -> int: ...
 
     def submit(self, message: Submit) -> RequestStream: ...
+
+    async def ask(self, question: Question) -> Answer:
+        """Raises RequestError where what was asked for cannot be, EngineDead where nobody can answer."""
+        ...
 
     def check_room(self) -> None:
         """Raises Overloaded if no request at all would be accepted now."""

@@ -26,6 +26,11 @@ class Key:
     digest: bytes
     tenant: str | None = None
 
+    @property
+    def owner(self) -> str:
+        """Whose requests are seen with this key: its tenant's, or its own."""
+        return f"key:{self.digest.hex()}" if self.tenant is None else f"tenant:{self.tenant}"
+
 
 @dataclass(frozen=True, slots=True)
 class KeyRing:
@@ -37,6 +42,11 @@ class KeyRing:
     def find(self, secrets: Iterable[bytes]) -> Key | None:
         """The key among these that opens the server. The admin key opens everything."""
         return _match((*self.keys, *([] if self.admin is None else [self.admin])), secrets)
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """That keys name."""
+        return frozenset(key.tenant for key in self.keys if key.tenant is not None)
 
     def is_admin(self, secrets: Iterable[bytes]) -> bool:
         return self.admin is not None and _match((self.admin,), secrets) is not None

@@ -9,6 +9,7 @@ finished_reason "abort" and in no latency that they did not reach.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -25,6 +26,7 @@ from ..clock import Clock
 from ..engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
 from ..request import FinishReason
 from .engine_port import EngineInfo
+from .ledger_metrics import LedgerMetrics
 from .schedule_metrics import ScheduleMetrics
 
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -67,6 +69,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
+
 class Progress(NamedTuple):
     """What was seen of a request that has not finished."""
 
@@ -77,7 +80,10 @@ class Progress(NamedTuple):
 class Metrics:
     """One registry, one model, one engine."""
 
-    def __init__(self, model_name: str, clock: Clock, engine_info: EngineInfo) -> None:
+    def __init__(
+        self, model_name: str, clock: Clock, engine_info: EngineInfo, tenants: Collection[str] = ()
+    ) -> None:
+        """tenants: those that may be told by name; others come from the field `user`."""
         disable_created_metrics()
         self._clock = clock
         self._values = (model_name, "0")
@@ -102,6 +108,9 @@ class Metrics:
                                    registry=registry).labels(*self._values)
         self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
                             registry=registry).labels(*self._values)
+        self._ledger = LedgerMetrics(registry, dict(zip(LABELS, self._values, strict=True)), tenants)
+        self._switches = Counter("paceline:policy_switches", "Switches of the policies on the running server",
+                                 (*LABELS, "preset"), registry=registry)
         ProcessCollector(registry=registry)
         self._schedule = ScheduleMetrics(registry, LABELS, self._values)
         self._engine_info = dict(engine_info)
@@ -117,11 +126,16 @@ class Metrics:
     def refused(self, reason: str) -> None:
         self._refused.labels(*self._values, reason).inc()
 
+    def switched(self, preset: str | None) -> None:
+        self._switches.labels(*self._values, preset or "none").inc()
+
     def on_outputs(self, outputs: Outputs) -> None:
         """The engine's listener."""
         self._take_stats(outputs.stats)
         if outputs.step_num_tokens:
             self._histograms["iteration_tokens_total"].observe(outputs.step_num_tokens)
+        if outputs.ledger is not None:
+            self._ledger.take(outputs.ledger)
         now = self._clock.now()
         for output in outputs.outputs:
             self._take_output(output, now)

@@ -23,7 +23,7 @@ from .logprobs import ChoiceLogprobs, Entry, joined
 from .openai import Answer, Call, answer_of, usage_of
 from .prompts import off_loop
 from .replies import as_http_error, json_response
-from .request_log import note_generation
+from .request_log import note_generation, phases_of
 from .sse import DONE, ChunkEvents, error_event
 from .token_ids import EventsWithTokenIds, add_to_answer
 
@@ -119,7 +119,7 @@ class Reply:
             answer = answer_of(self._call, answers, usage)
             if self._call.returns_token_ids:
                 add_to_answer(answer, self._call, [generation.choices[number] for number in generation.answered()])
-            return json_response(answer, headers=ignored_header(self._call.ignored))
+            return json_response(answer, headers=ignored_header(self._call.ignored) | phase_headers(generation))
 
         response = await off_loop(self._num_logprobs(usage), respond)
         self._has_started = True
@@ -218,6 +218,11 @@ def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
         return {}
     shown = [quote(name[:64], safe="._-") for name in names[:MAX_IGNORED_SHOWN]]
     return {"x-paceline-ignored": ", ".join(shown) + (", ..." if len(names) > MAX_IGNORED_SHOWN else "")}
+
+
+def phase_headers(generation: Generation) -> dict[str, str]:
+    """x-paceline-queue-seconds and its like: known when all has ended, so a stream cannot carry them."""
+    return {"x-paceline-" + name.replace("_", "-"): str(value) for name, value in phases_of(generation).items()}
 
 
 async def _client_gone(receive: Receive) -> None:

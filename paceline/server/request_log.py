@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from hashlib import blake2s
 from typing import Any
 from urllib.parse import quote
 
 from starlette.types import Scope
 
 from .generation import Generation
+from .ledger_metrics import hidden_user
 from .metrics import durations
 from .openai import Call
 
@@ -34,6 +34,8 @@ class RequestNote:
     method: str
     path: str
     tenant: str | None = None       # the key's, by name
+    owner: str | None = None        # who may ask after this request; None: everybody
+    is_admin: bool = False
     started_at: float = field(default_factory=time.monotonic)
     generated: dict[str, Any] = field(default_factory=dict)
 
@@ -66,10 +68,15 @@ def note_generation(scope: Scope, call: Call, generation: Generation) -> None:
         "finish_reason": ",".join(sorted({choice.end for choice in generation.choices})) or "length",
     }
     if note.tenant is None and call.submits and call.submits[0].tenant != "default":
-        # What clients send as `user` may be a name or an address.
-        note.generated["tenant"] = "user:" + blake2s(call.submits[0].tenant.encode(), digest_size=6).hexdigest()
+        note.generated["tenant"] = hidden_user(call.submits[0].tenant)
+    note.generated |= phases_of(generation)
+
+
+def phases_of(generation: Generation) -> dict[str, float]:
+    """Seconds of the phases of the choice that ended last, as far as it came, and the preemptions of all."""
     ends = [(choice.timeline, choice.num_tokens) for choice in generation.choices if choice.timeline is not None]
-    if ends:
-        phases = durations(*max(ends, key=lambda end: end[0].finished_at))
-        note.generated |= {name: round(phases[key], 4) for key, name in PHASES.items() if key in phases}
-        note.generated["preemptions"] = sum(timeline.num_preemptions for timeline, _ in ends)
+    if not ends:
+        return {}
+    phases = durations(*max(ends, key=lambda end: end[0].finished_at))
+    found: dict[str, float] = {name: round(phases[key], 4) for key, name in PHASES.items() if key in phases}
+    return found | {"preemptions": sum(timeline.num_preemptions for timeline, _ in ends)}

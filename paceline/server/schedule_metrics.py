@@ -1,4 +1,4 @@
-"""What the schedule cost, for /metrics: idle slots, and the fitted step-time model. Fed by EngineStats."""
+"""What the schedule cost, for /metrics: idle slots, recomputed tokens, the fitted step-time model. From EngineStats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..sched.step_time import COEFFICIENTS
 COUNTERS = {
     "num_slot_steps": ("paceline:slot_steps", "Slots (max_num_seqs) of each step that ran a request, summed"),
     "num_idle_slot_steps": ("paceline:idle_slot_steps", "Of those, slots without a request that ran"),
+    "num_recomputed_tokens": ("paceline:recomputed_tokens", "Tokens run again because a preemption had lost them"),
     "num_padding_rows": ("paceline:padding_rows", "Rows of finished requests that regime static_padded ran"),
 }
 

@@ -24,7 +24,7 @@ import uvicorn
 from .. import logs
 from ..clock import Clock
 from ..config import ServerConfig
-from ..engine.messages import EngineStats, Outputs, Submit
+from ..engine.messages import Answer, EngineStats, Outputs, Question, Submit
 from ..engine.transport import STDERR
 from ..errors import ConfigError, EngineDead
 from .app import make_app, served_names
@@ -76,6 +76,9 @@ class EngineSlot:
 
     def submit(self, message: Submit) -> RequestStream:
         return self._get().submit(message)
+
+    async def ask(self, question: Question) -> Answer:
+        return await self._get().ask(question)
 
     def check_room(self) -> None:
         self._get().check_room()

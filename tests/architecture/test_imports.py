@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "logs": set(),
     "config": {"errors"},
     "presets": {"errors", "config"},
+    "policy_book": {"errors", "config", "presets", "sched", "engine"},
     "kv": BASE,
     "sched": BASE | {"kv"},
     "ops": BASE,

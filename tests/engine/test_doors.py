@@ -14,14 +14,29 @@ from typing import Any
 
 import pytest
 
+from paceline.build import build_policies, reads_priority
 from paceline.clock import VirtualClock, WallClock
+from paceline.config import CacheConfig
 from paceline.engine.async_engine import MAX_UNREAD_NEWS, AsyncEngine, ServedModel
 from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
-from paceline.engine.messages import Message, News, Outputs, Ready, RequestOutput, Stop, Submit
+from paceline.engine.messages import (
+    AskPolicy,
+    Message,
+    News,
+    Outputs,
+    PolicyState,
+    Ready,
+    RequestOutput,
+    Stop,
+    Submit,
+    Switched,
+    SwitchPolicy,
+)
 from paceline.engine.queue_limits import QueueLimits
 from paceline.engine.transport import TRANSPORTS, ProcessTransport, _PipeInbox, run_loop
-from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong
+from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong, RequestError
+from paceline.policy_book import PolicyBook
 from paceline.request import FinishReason, SamplingParams
 from paceline.sched.plan import SchedulerOutput, StepResult
 from tests.fakes import Setup, ShadowExecutor, Stage
@@ -63,7 +78,8 @@ class Loaded:
 def load(fails_at: int | None = None, how: str = "error") -> Loaded:
     executor = (ShadowExecutor(SETUP.num_blocks, SETUP.block_size) if fails_at is None
                 else FailsAt(fails_at, how))
-    core = EngineCore(Stage(SETUP).scheduler, executor, WallClock(), EngineEvents(lambda listener, error: None))
+    core = EngineCore(Stage(SETUP).scheduler, executor, WallClock(), EngineEvents(lambda listener, error: None),
+                      policy_book=PolicyBook(CacheConfig(), build_policies, reads_priority))
     return Loaded(core, Ready(max_model_len=200, num_blocks=64, block_size=4, fingerprint="shadow"))
 
 
@@ -183,6 +199,50 @@ def test_a_request_the_core_refuses_fails_alone(transport: str) -> None:
         assert engine.num_unfinished == 0
 
     with_engine(transport, story)
+
+
+@both
+def test_policies_are_switched_while_requests_run(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        streams = [engine.submit(submit(f"r{index}", max_tokens=60)) for index in range(3)]
+        await anext(streams[0])
+        switched = await engine.ask(SwitchPolicy("vllm", (("ordering", "priority"),)))
+        assert isinstance(switched, Switched)
+        assert dict(switched.old.knobs)["max_num_seqs"] == 16 and dict(switched.new.knobs)["max_num_seqs"] == 256
+        with pytest.raises(RequestError, match="max_num_seqs must be at least 1") as refused:
+            await engine.ask(SwitchPolicy(None, (("ordering", "fcfs"), ("max_num_seqs", 0))))
+        assert refused.value.param == "max_num_seqs"
+        state = await engine.ask(AskPolicy())
+        assert isinstance(state, PolicyState) and dict(state.knobs)["ordering"] == "priority"
+        assert engine.model.reads_priority
+        counts = [sum([len(output.token_ids) async for output in stream]) for stream in streams]
+        assert counts == [59, 60, 60]
+
+    with_engine(transport, story)
+
+
+@both
+def test_a_question_nobody_lives_to_answer_fails(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=100))
+        asking = asyncio.ensure_future(ask_until_refused(engine))
+        with pytest.raises(EngineDead, match="a kernel broke"):
+            async for _ in stream:
+                pass
+        assert "a kernel broke" in str(await asking) or "is dead" in str(await asking)
+        assert not engine._asked
+
+    with_engine(transport, story, partial(load, 5))
+
+
+async def ask_until_refused(engine: AsyncEngine) -> EngineDead:
+    while True:
+        try:
+            await engine.ask(AskPolicy())
+        except EngineDead as error:
+            return error
 
 
 @both

@@ -11,7 +11,7 @@ from paceline.sched.ordering import Ordering
 from paceline.sched.plan import Refusal, RowResult, StepResult
 from paceline.sched.wait_queue import DYNAMIC_WINDOW, WaitQueue
 
-from ..fakes import Setup, Stage, make_policies, make_request, solo
+from ..fakes import Setup, Stage, make_request, solo
 
 
 def rows_of(plan) -> dict[str, int]:
@@ -148,7 +148,7 @@ def test_a_dynamic_ordering_is_asked_again_each_step() -> None:
     ordering = Ordering(key, is_static=False)
     stage = Stage(Setup())
     view = stage.scheduler._view(0.0)
-    queue = WaitQueue(ordering)
+    queue = WaitQueue(ordering, stage.scheduler.ledger)
     for name in "abc":
         queue.push(make_request(name), view)
     assert queue.head(view).request_id == "c"
@@ -166,8 +166,9 @@ def test_a_dynamic_ordering_looks_at_a_bounded_window() -> None:
         asked.append(request.request_id)
         return (request.request_id,)
 
-    view = Stage(Setup()).scheduler._view(0.0)
-    queue = WaitQueue(Ordering(key, is_static=False))
+    stage = Stage(Setup())
+    view = stage.scheduler._view(0.0)
+    queue = WaitQueue(Ordering(key, is_static=False), stage.scheduler.ledger)
     for i in range(1000):
         queue.push(make_request(f"r{i:04}"), view)
     queue.head(view)
@@ -182,8 +183,9 @@ def test_a_long_static_queue_is_not_walked() -> None:
         asked += 1
         return (request.arrival_time, request.request_id)
 
-    view = Stage(Setup()).scheduler._view(0.0)
-    queue = WaitQueue(Ordering(key, is_static=True))
+    stage = Stage(Setup())
+    view = stage.scheduler._view(0.0)
+    queue = WaitQueue(Ordering(key, is_static=True), stage.scheduler.ledger)
     requests = [make_request(f"r{i:04}", arrival_time=float(i)) for i in range(2000)]
     for request in requests:
         queue.push(request, view)
@@ -204,7 +206,7 @@ def test_policies_are_swapped_whole_between_steps() -> None:
                 make_request("c", 6, 3, arrival_time=2.0, priority=-1, salt=2)]
     stage.add(*requests)
     stage.step()
-    stage.scheduler.switch_policies(make_policies(ordering="priority"))
+    stage.switch(ordering="priority")
     stage.run()
     assert list(stage.finished) == ["a", "c", "b"]
     assert stage.tokens == {request.request_id: solo(request, setup) for request in requests}

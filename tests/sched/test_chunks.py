@@ -11,7 +11,7 @@ from paceline.kv.groups import KVGroup
 from paceline.sched.chunking import LEAST_PREFILL_TOKENS, beside_decode
 from paceline.sched.step_time import features_of
 
-from ..fakes import Setup, Stage, make_policies, make_request, solo
+from ..fakes import Setup, Stage, make_request, solo
 
 
 def test_nothing_is_sampled_before_the_last_prompt_token() -> None:
@@ -101,7 +101,7 @@ def test_whole_prompts_are_refused_where_windows_were_sized_for_less() -> None:
     stage = Stage(Setup(groups=(KVGroup(), KVGroup(window=6)), max_num_batched_tokens=16))
     before = stage.scheduler.policies
     with pytest.raises(ConfigError, match=r"chunking: whole .* max_model_len=200 .* sized for 16"):
-        stage.scheduler.switch_policies(make_policies(chunking="whole"))
+        stage.switch(chunking="whole")
     assert stage.scheduler.policies is before
 
 

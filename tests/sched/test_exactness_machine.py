@@ -3,11 +3,13 @@ equal those of solo runs."""
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.errors import RequestError
+from paceline.errors import ConfigError, RequestError
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
 from paceline.sched.admission import ADMISSIONS
@@ -18,7 +20,7 @@ from paceline.sched.ordering import ORDERINGS
 from paceline.sched.plan import ScoredToken
 from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
 
-from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo_stage
+from ..fakes import EOS, Setup, Stage, make_request, solo_stage
 
 POLICIES = {
     "regime": st.sampled_from(["continuous", *REGIMES]),
@@ -66,6 +68,13 @@ ASKED = st.fixed_dictionaries({
     "patience": st.sampled_from([None, None, 3.0, 12.0]),    # from its arrival to its deadline
 })
 
+
+SWITCHES = st.fixed_dictionaries({}, optional=POLICIES | {
+    "preemption": st.sampled_from(list(PREEMPTIONS)),
+    "max_num_seqs": st.sampled_from([16, 3, 1]),
+    "max_num_batched_tokens": st.sampled_from([64, 9, 3]),
+    "watermark": st.sampled_from([0.0, 0.1]),
+})
 
 UNFORESEEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)
 
@@ -168,11 +177,16 @@ class Engine(RuleBasedStateMachine):
             self.stage.scheduler.check()
 
     @precondition(lambda self: self.plan is None)
-    @rule(names=st.fixed_dictionaries(POLICIES))
-    def switch(self, names: dict[str, str]) -> None:
-        if names["chunking"] == "whole" and self.stage.setup.chunking != "whole":
-            names["chunking"] = "fixed"    # refused where windows were sized for less
-        self.stage.scheduler.switch_policies(make_policies(**names))
+    @rule(knobs=SWITCHES)
+    def switch(self, knobs: dict) -> None:
+        config = self.stage.scheduler.config
+        if knobs.get("preemption", config.preemption) == "never":
+            knobs = knobs | {"admission": "reserve"}
+        try:
+            self.stage.switch(**knobs)
+        except ConfigError as refusal:    # the windows' pool was sized for less
+            assert self.stage.scheduler.config is config
+            assert re.match("max_num_batched_tokens|chunking", str(refusal))
 
     @invariant()
     def tokens_so_far_are_those_of_the_solo_run(self) -> None:

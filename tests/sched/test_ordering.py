@@ -141,8 +141,9 @@ def test_a_burst_of_equal_prefixes_runs_family_by_family() -> None:
 
 
 def test_a_preempted_request_is_looked_at_before_newcomers() -> None:
-    view = Stage(Setup()).scheduler._view(0.0)
-    queue = WaitQueue(ORDERINGS["longest_prefix"])
+    stage = Stage(Setup())
+    view = stage.scheduler._view(0.0)
+    queue = WaitQueue(ORDERINGS["longest_prefix"], stage.scheduler.ledger)
     for i in range(2 * DYNAMIC_WINDOW):
         queue.push(make_request(f"r{i:03}", arrival_time=1.0), view)
     victim = make_request("victim", arrival_time=0.0)

@@ -13,7 +13,7 @@ from paceline.sched.observed import ALL, FEWEST_LENGTHS, MOST_CLASSES, MOST_LENG
 from paceline.sched.ordering import ORDERINGS
 from paceline.sched.plan import Refusal
 
-from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
+from ..fakes import EOS, Setup, Stage, make_request, solo
 
 WINDOWS = [FULL_ATTENTION, (KVGroup(window=5),), (KVGroup(), KVGroup(window=3)),
            (KVGroup(), KVGroup(window=6), KVGroup(window=6))]
@@ -104,7 +104,7 @@ def test_after_a_switch_to_reserve_only_those_from_before_are_preempted(
     for _ in range(num_steps):
         if stage.scheduler.has_work():
             stage.step()
-    stage.scheduler.switch_policies(make_policies(ordering=setup.ordering, admission="reserve"))
+    stage.switch(admission="reserve")
     from_before = {request.request_id for request in stage.scheduler.running}
     while stage.scheduler.has_work():
         plan = stage.step()

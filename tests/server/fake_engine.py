@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.clock import WallClock
 from paceline.engine.detokenizer import OutputText
-from paceline.engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline, Submit
+from paceline.engine.messages import Answer, EngineStats, Outputs, Question, RequestOutput, RequestTimeline, Submit
 from paceline.engine.queue_limits import Load, QueueGate, QueueLimits
-from paceline.errors import EngineDead
+from paceline.errors import EngineDead, RequestError
 from paceline.model.chat_template import ChatTemplate
 from paceline.model.dummy import DUMMY_CHAT_TEMPLATE, END_TOKEN_ID, dummy_tokenizer
 from paceline.model.tokenizer import Tokenizer
@@ -155,6 +155,9 @@ class FakeEngine:
         self._work.set()
         self._changed.set()
         return stream
+
+    async def ask(self, question: Question) -> Answer:
+        raise RequestError("this engine runs by no policies")
 
     def check_room(self) -> None:
         self._gate_keeper.check_any(self._clock.now())
