@@ -6,7 +6,8 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,9 @@ from .engine import llm as llm_module
 from .engine.async_engine import AsyncEngine, ServedModel
 from .engine.core import EngineCore
 from .engine.detokenizer import StopFinder
-from .engine.events import EngineEvents, Listener
+from .engine.events import AnyListener, EngineEvents
+from .engine.journal import Journal
+from .engine.journal_file import LineFile, check_writable
 from .engine.messages import Ready, RequestOutput
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError, ModelError
@@ -55,6 +58,7 @@ from .sched.plan import SchedulerOutput, StepResult
 from .sched.policies import Policies
 from .sched.preemption import PREEMPTIONS, VICTIM_RULES
 from .sched.scheduler import Scheduler
+from .sched.setup import SchedulerSetup
 
 T = TypeVar("T")
 
@@ -81,6 +85,8 @@ def check_names(config: EngineConfig) -> None:
     """A wrong name is told before anything is loaded."""
     build_policies(config.scheduler)
     choose(PREFIX_CACHES, config.cache.prefix_cache, "prefix_cache")
+    if config.journal.journal is not None:
+        check_writable(config.journal.journal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +143,13 @@ class Engine:
     executor: ModelExecutor
     kv: KVSpec
     ready: Ready
+    setup: SchedulerSetup
+    journal: Journal | None = None
 
     def close(self) -> None:
         self.executor.close()
+        if self.journal is not None and (trouble := self.journal.close()):
+            notice(f"the journal ends before the engine: {trouble}")
 
 
 @lru_cache(maxsize=1)
@@ -168,20 +178,28 @@ def notice(text: str) -> None:
 
 def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, keep_logits: bool = False) -> Engine:
     """Binds KV memory and a schedule to a loaded model."""
-    policies = build_policies(sched)
-    prefix_cache = choose(PREFIX_CACHES, cache.prefix_cache, "prefix_cache")
     kv = kv_spec(loaded.files.spec, loaded.groups, cache, loaded.config.kv_dtype)
     check_kv_memory(kv)
     clock = WallClock()
-    scheduler = Scheduler(
-        sched, KVCacheManager(kv.num_blocks, kv.block_size, prefix_cache, kv_groups(loaded),
-                              sched.max_num_batched_tokens), policies,
-        max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
+    setup = SchedulerSetup(
+        scheduler=sched, prefix_cache=cache.prefix_cache, num_blocks=kv.num_blocks, block_size=kv.block_size,
+        windows=tuple(group.window for group in loaded.groups), max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.files.eos_token_ids)
+    scheduler = build_scheduler(setup)
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
     events = EngineEvents(_report_listener, (ForgetStops(stops),))
     core = EngineCore(scheduler, executor, clock, events, stops)
-    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
+    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched), setup)
+
+
+def build_scheduler(setup: SchedulerSetup) -> Scheduler:
+    """A schedule without a model: for an engine, and for replaying a journal."""
+    groups = tuple(KVGroup(window) for window in setup.windows)
+    kv = KVCacheManager(setup.num_blocks, setup.block_size, choose(PREFIX_CACHES, setup.prefix_cache, "prefix_cache"),
+                        groups, setup.scheduler.max_num_batched_tokens)
+    return Scheduler(setup.scheduler, kv, build_policies(setup.scheduler), max_model_len=setup.max_model_len,
+                     eos_token_ids=setup.eos_token_ids)
 
 
 def kv_groups(loaded: LoadedModel) -> tuple[KVGroup, ...]:
@@ -201,7 +219,7 @@ class ForgetStops:
         self._stops.forget((output.request_id,))
 
 
-def _report_listener(listener: Listener, failure: Exception) -> None:
+def _report_listener(listener: AnyListener, failure: Exception) -> None:
     notice(f"a listener was removed because it failed: {type(listener).__name__}: {failure}")
 
 
@@ -246,7 +264,20 @@ def load_engine(config: EngineConfig) -> Engine:
         loaded = load_model(config.model, progress)
     finally:
         progress.finish()
-    return assemble(loaded, config.cache, config.scheduler)
+    return with_journal(assemble(loaded, config.cache, config.scheduler), config)
+
+
+def with_journal(engine: Engine, config: EngineConfig) -> Engine:
+    """The engine, writing down what it decides where the configuration says so."""
+    if config.journal.journal is None:
+        return engine
+    about = {"paceline": __version__, "fingerprint": engine.ready.fingerprint, "model": config.model.model,
+             "model_hash": opened(config.model.model, config.model.revision).model_hash,
+             "started_at": datetime.now(UTC).isoformat(timespec="seconds")}
+    journal = Journal(LineFile(config.journal.journal), engine.setup, secrets.token_bytes(32),
+                      config.journal.journal_tokens, about)
+    engine.core.events.attach_recorder(journal)
+    return replace(engine, journal=journal)
 
 
 def draw_seed() -> int:

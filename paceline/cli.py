@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from .config import CacheConfig, EngineConfig, JournalConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
 from .presets import PRESETS, engine_config
 
-Group = type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[ServerConfig]
+Group = (type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[JournalConfig] | type[ServerConfig])
 ENGINE_GROUPS: tuple[Group, ...] = (ModelConfig, CacheConfig, SchedulerConfig)
 
 
@@ -48,8 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="paceline", description="An LLM serving engine that owns its schedule.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = _command(commands, "serve", _serve, "serve a model over HTTP, OpenAI-compatible")
+    _add_knobs(serve, JournalConfig)
     _add_knobs(serve, ServerConfig)
     generate = _command(commands, "generate", _generate, "complete one prompt and print it")
+    _add_knobs(generate, JournalConfig)
     generate.add_argument("prompt", help="the text to continue, or with --chat the user's message")
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     generate.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (default: 128)")
@@ -105,13 +107,14 @@ def _metavar(declared: Any) -> str:
 
 def configured(arguments: argparse.Namespace) -> EngineConfig:
     """Preset first, explicit flags over it."""
-    given = {name: value for group in ENGINE_GROUPS for name, value in _given(arguments, group).items()}
+    groups = (*ENGINE_GROUPS, JournalConfig)
+    given = {name: value for group in groups for name, value in _given(arguments, group).items()}
     return engine_config(arguments.preset, {"model": arguments.model, **given})
 
 
 def _given(arguments: argparse.Namespace, group: Group) -> dict[str, Any]:
     names = [declared.name for declared in fields(group) if declared.metadata.get("flag", False)]
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 def _serve(arguments: argparse.Namespace) -> int:

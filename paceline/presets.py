@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from .config import CacheConfig, EngineConfig, JournalConfig, ModelConfig, SchedulerConfig
 from .errors import ConfigError
 
 
@@ -54,10 +54,10 @@ def engine_config(preset_name: str, knobs: Mapping[str, Any]) -> EngineConfig:
     """The preset's values with the given knobs over them. Raises ConfigError for a knob nobody declares."""
     preset = preset_named(preset_name)
     chosen = {**preset.scheduler, **preset.cache, **knobs}
-    groups = (ModelConfig, CacheConfig, SchedulerConfig)
+    groups = (ModelConfig, CacheConfig, SchedulerConfig, JournalConfig)
     owned = [{declared.name for declared in fields(group)} for group in groups]
     if unknown := sorted(set(chosen).difference(*owned)):
         raise ConfigError(f"unknown knob {unknown[0]!r}; choose from {sorted(set().union(*owned))}")
-    model, cache, scheduler = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
-    return EngineConfig(
-        model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler))
+    model, cache, scheduler, journal = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
+    return EngineConfig(model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler),
+                        journal=JournalConfig(**journal))

@@ -6,9 +6,11 @@ when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from paceline.config import SchedulerConfig
+from paceline.engine.events import EngineEvents, StepRecord
+from paceline.engine.messages import Submit
 from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup
 from paceline.kv.manager import KVCacheManager
 from paceline.kv.prefix_hash import PREFIX_CACHES
@@ -165,17 +167,29 @@ class Setup:
     groups: tuple[KVGroup, ...] = FULL_ATTENTION
 
 
+def _never(listener: object, error: Exception) -> None:
+    raise error
+
+
+def submit_of(request: Request) -> Submit:
+    """The message that would bring this request."""
+    return Submit(**{one.name: getattr(request, one.name) for one in fields(Submit)})
+
+
 class Stage:
     """Scheduler and ShadowExecutor, stepped together; the books are checked after every step."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, events: EngineEvents | None = None) -> None:
         self.setup = setup
+        self.events = events or EngineEvents(_never)
         kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache], setup.groups,
                             setup.max_num_batched_tokens)
         config = SchedulerConfig(
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             watermark=setup.watermark,
+            ordering=setup.ordering,
+            victim=setup.victim,
         )
         self.scheduler = Scheduler(
             config,
@@ -193,6 +207,17 @@ class Stage:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
+            self.events.record(lambda recorder: recorder.on_added(submit_of(request), self.now))    # noqa: B023
+
+    def fork(self, parent_id: str, child: Request) -> None:
+        self.scheduler.fork(parent_id, child)
+        self.events.record(lambda recorder: recorder.on_forked(parent_id, submit_of(child), self.now))
+        self.scheduler.check()
+
+    def switch(self, ordering: str, victim: str) -> None:
+        self.scheduler.switch_policies(make_policies(ordering, victim))
+        config = replace(self.scheduler.config, ordering=ordering, victim=victim)
+        self.events.record(lambda recorder: recorder.on_switched(config, self.now))
 
     def step(self) -> SchedulerOutput:
         plan = self.schedule()
@@ -202,6 +227,7 @@ class Stage:
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
         plan = self.scheduler.schedule(self.now)
+        self.events.record(lambda recorder: recorder.on_planned(plan, self.now))
         assert plan.num_tokens <= self.setup.max_num_batched_tokens
         assert plan.num_running <= self.setup.max_num_seqs
         self.scheduler.check()
@@ -209,12 +235,18 @@ class Stage:
         return plan
 
     def update(self, plan: SchedulerOutput) -> None:
-        self.now += 0.5
-        self.note(self.scheduler.update(plan, self.executor.collect(self.executor.submit(plan)), self.now))
+        planned_at, self.now = self.now, self.now + 0.5
+        result = self.executor.collect(self.executor.submit(plan))
+        outputs = self.scheduler.update(plan, result, self.now)
+        step = StepRecord(plan, result, tuple(outputs), self.scheduler.stats(), planned_at, self.now)
+        self.events.record(lambda recorder: recorder.on_landed(step))
+        self.note(outputs)
         self.scheduler.check()
 
     def abort(self, *request_ids: str) -> None:
-        self.note(self.scheduler.abort(request_ids, self.now))
+        outputs = self.scheduler.abort(request_ids, self.now)
+        self.events.record(lambda recorder: recorder.on_ended(request_ids, self.now, tuple(outputs)))
+        self.note(outputs)
         self.scheduler.check()
 
     def note(self, outputs: list[RequestOutput]) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
+from ..errors import RequestError
 from ..request import Request
 from ..sched.outputs import RequestOutput
 from ..sched.plan import Executor, SchedulerOutput, StepResult
 from ..sched.scheduler import Scheduler
-from .events import EngineEvents
+from .events import EngineEvents, StepRecord
 from .messages import Outputs, Submit
 
 if TYPE_CHECKING:
@@ -44,11 +45,20 @@ class EngineCore:
 
     def add(self, submit: Submit) -> None:
         """Accepts a request or raises RequestError, changing nothing."""
-        self.scheduler.add(request_of(submit))
+        now = self.clock.now()
+        try:
+            self.scheduler.add(request_of(submit))
+        except RequestError as error:
+            refusal = error    # the name `error` ends with this block
+            self.events.record(lambda recorder: recorder.on_refused(submit, now, refusal))
+            raise
+        self.events.record(lambda recorder: recorder.on_added(submit, now))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these and all their choices; their last outputs come with the next step."""
-        outputs = self.scheduler.abort(request_ids, self.clock.now())
+        named, now = tuple(request_ids), self.clock.now()
+        outputs = self.scheduler.abort(named, now)
+        self.events.record(lambda recorder: recorder.on_ended(named, now, tuple(outputs)))
         self._ended_between_steps += outputs
         self._tell_finished(outputs)
 
@@ -60,15 +70,21 @@ class EngineCore:
         """Runs one step, or only delivers news when nothing is left to run."""
         if not self.scheduler.has_work():
             return Outputs(self._take_news(), self.scheduler.stats())
-        plan = self.scheduler.schedule(self.clock.now())
+        planned_at = self.clock.now()
+        plan = self.scheduler.schedule(planned_at)
+        self.events.record(lambda recorder: recorder.on_planned(plan, planned_at))
         result = self.executor.collect(self.executor.submit(plan))
         if self._find_stops is not None:
             result = self._find_stops(plan, result)
-        outputs = self.scheduler.update(plan, result, self.clock.now())
+        updated_at = self.clock.now()
+        outputs = self.scheduler.update(plan, result, updated_at)
+        stats = self.scheduler.stats()
+        step = StepRecord(plan, result, tuple(outputs), stats, planned_at, updated_at)
         self.events.step_done(plan, result)
+        self.events.record(lambda recorder: recorder.on_landed(step))
         self._tell_finished(outputs)
         news = (*self._take_news(), *outputs)
-        return Outputs(news, self.scheduler.stats(), plan.num_tokens, result.duration_seconds)
+        return Outputs(news, stats, plan.num_tokens, result.duration_seconds)
 
     def _take_news(self) -> tuple[RequestOutput, ...]:
         news = tuple(self._ended_between_steps)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
 
-from ..fakes import EOS, Setup, Stage, make_policies, make_request, solo
+from ..fakes import EOS, Setup, Stage, make_request, solo
 
 SETUPS = st.builds(
     Setup,
@@ -44,12 +44,15 @@ class Engine(RuleBasedStateMachine):
 
     @initialize(setup=SETUPS, workload=st.lists(ASKED, min_size=2, max_size=6))
     def start(self, setup: Setup, workload: list[dict]) -> None:
-        self.stage = Stage(setup)
+        self.stage = self.make_stage(setup)
         self.expected: dict[str, list[int]] = {}
         self.plan = None
         self.num_added = 0
         for asked in workload:
             self.add(asked)
+
+    def make_stage(self, setup: Setup) -> Stage:
+        return Stage(setup)
 
     def _expect(self, request: Request) -> None:
         self.expected[request.request_id] = solo(request, self.stage.setup)
@@ -107,13 +110,12 @@ class Engine(RuleBasedStateMachine):
                              arrival_time=parent.arrival_time, priority=parent.priority)
         if child.num_tokens < self.stage.scheduler.max_model_len:
             self._expect(child)
-            self.stage.scheduler.fork(parent.request_id, child)
-            self.stage.scheduler.check()
+            self.stage.fork(parent.request_id, child)
 
     @precondition(lambda self: self.plan is None)
     @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
     def switch(self, ordering: str, victim: str) -> None:
-        self.stage.scheduler.switch_policies(make_policies(ordering, victim))
+        self.stage.switch(ordering, victim)
 
     @invariant()
     def tokens_so_far_are_those_of_the_solo_run(self) -> None:
