@@ -1,4 +1,4 @@
-"""The command line: paceline serve | generate | info. Flags come from the knobs of config.py; `--json` prints one JSON
+"""The command line: paceline serve | generate | info | journal | replay. Flags come from the knobs of config.py; `--json` prints one JSON
 object on standard output and everything else goes to standard error. Exit status: 0 done, 1 the run failed, 2 the
 caller's mistake."""
 
@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, help="draw from this share of probability (default: 1)")
     generate.add_argument("--seed", type=int, help="makes a draw repeatable (default: a random one, reported)")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_journal_commands(commands)
     info = _command(commands, "info", _info, "what a model needs and what fits")
     info.add_argument("--quality", action="store_true",
                       help="also measure what the packed form costs: perplexity, greedy agreement and KL divergence "
@@ -68,9 +70,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
+def _add_journal_commands(commands: Any) -> None:
+    journal = _plain_command(commands, "journal", _journal, "what a journal of --journal tells: counts, waits, a chart")
+    journal.add_argument("file", metavar="FILE", help="a journal that serve or generate wrote")
+    journal.add_argument("--width", type=int, help="columns of the chart (default: the terminal's)")
+    journal.add_argument("--rows", type=int, default=40, help="requests in the chart, the first to arrive (default: 40)")
+    journal.add_argument("--json", action="store_true", help="print one JSON object")
+    replay = _plain_command(
+        commands, "replay", _replay,
+        "prove that a journal's arrivals and results lead to the same plans; exit status 1 and the first difference "
+        "where they do not. With a preset or policy flags: what others would have planned (a counterfactual)")
+    replay.add_argument("file", metavar="FILE", help="a journal that serve or generate wrote")
+    replay.add_argument("--preset", metavar="NAME", help=f"other policies, one of: {', '.join(PRESETS)}")
+    _add_knobs(replay, SchedulerConfig)
+    _add_knobs(replay, CacheConfig, only=("prefix_cache", "num_kv_blocks"))
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _plain_command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     command.set_defaults(run=run)
+    return command
+
+
+def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
+    command = _plain_command(commands, name, run, help)
     command.add_argument("model", metavar="MODEL", help=_declared(ModelConfig, "model").metadata["help"])
     command.add_argument("--preset", default="paceline", metavar="NAME",
                          help=f"bundle of policies, one of: {', '.join(PRESETS)} (default: paceline)")
@@ -83,11 +107,11 @@ def _declared(group: Group, name: str) -> Any:
     return next(field for field in fields(group) if field.name == name)
 
 
-def _add_knobs(command: argparse.ArgumentParser, group: Group) -> None:
+def _add_knobs(command: argparse.ArgumentParser, group: Group, only: Collection[str] | None = None) -> None:
     """One flag a knob. The parser's default is None throughout: absent must differ from given, for presets."""
     types = get_type_hints(group)
     for declared in fields(group):
-        if not declared.metadata.get("flag", False):
+        if not declared.metadata.get("flag", False) or (only is not None and declared.name not in only):
             continue
         flag = "--" + declared.name.replace("_", "-")
         kind = next(iter(t for t in get_args(types[declared.name]) if t is not type(None)), types[declared.name])
@@ -149,6 +173,42 @@ def _info(arguments: argparse.Namespace) -> int:
         facts |= describe_quality(config.model)
     _put(json.dumps(facts) if arguments.json else _ledger(facts))
     return 0
+
+
+def _journal(arguments: argparse.Namespace) -> int:
+    from .journals import summary
+
+    for name in ("width", "rows"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    width = arguments.width or max(shutil.get_terminal_size((100, 24)).columns - 22, 20)
+    facts, chart = summary(arguments.file, width, arguments.rows)
+    if arguments.json:
+        _put(json.dumps(facts))
+        return 0
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    _put(_ledger({name: section for name, section in facts.items() if section}) + "\n\n"
+         + chart.text(is_unicode=is_unicode, has_colours=has_colours))
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from . import journals
+
+    knobs = {name: value for group in (SchedulerConfig, CacheConfig) for name, value in _given(arguments, group).items()}
+    if arguments.preset is not None or knobs:
+        facts = journals.rehearsed(arguments.file, arguments.preset, knobs)
+        _put(json.dumps(facts) if arguments.json else journals.table(facts))
+        return 0
+    seen = journals.replayed(arguments.file)
+    if arguments.json:
+        _put(json.dumps(journals.replay_facts(seen)))
+    elif seen.difference is None:
+        _put(f"identical: {seen.num_steps} steps of {seen.num_requests} requests, every plan, end and counter")
+    else:
+        _put(f"first difference: {seen.difference}")
+    return 0 if seen.difference is None else 1
 
 
 def _ledger(facts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -6,12 +6,13 @@ import os
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import orjson
 
-from ..errors import ConfigError, EngineError
+from ..errors import ConfigError, EngineError, InvariantError
 from .journal_lines import Line
 
 MAX_PENDING_LINES = 20_000      # some 60 MB at 32 rows a step: a disk that is so far behind will not catch up
@@ -114,6 +115,19 @@ def read_journal(path: str | Path) -> Iterator[tuple[int, Line]]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if number <= 1 and not content.endswith(b"\n"):
         raise JournalError(f"{path}: holds no whole line, no journal")
+
+
+@contextmanager
+def at_line(path: str | Path, number: int) -> Iterator[None]:
+    """What cannot be made sense of inside is told with the line it stands in."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise JournalError(f"{path}, line {number}: not a line of this version: "
+                           f"{type(error).__name__}: {error}") from error
+    except InvariantError as error:    # a damaged line, or a bug of ours: whoever sees it wants to know where
+        error.add_note(f"while replaying {path}, line {number}")
+        raise
 
 
 def _parsed(path: str | Path, number: int, content: bytes) -> Line:
