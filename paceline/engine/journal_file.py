@@ -77,7 +77,8 @@ class LineFile:
 
     def _write_all(self) -> None:
         with self._file:
-            while (lines := self._gathered()) and self._failure is None:
+            while self._failure is None:
+                lines = self._gathered()
                 try:
                     self._write(b"".join(line for line in lines if line is not None))
                 except OSError as error:
