@@ -36,7 +36,9 @@ class Counters:
             if start < once:
                 self.num_recomputed_tokens += min(end, once) - start
                 start = min(end, once)
-        self.num_prompt_tokens_computed += max(min(end, request.num_prompt_tokens) - start, 0)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if start < num_prompt_tokens:
+            self.num_prompt_tokens_computed += min(end, num_prompt_tokens) - start
 
     def ended(self, request: Request) -> None:
         self._num_once_computed.pop(request.request_id, None)
