@@ -1,6 +1,6 @@
-"""The command line: paceline serve | generate | info | journal | replay. Flags come from the knobs of config.py; `--json` prints one JSON
-object on standard output and everything else goes to standard error. Exit status: 0 done, 1 the run failed, 2 the
-caller's mistake."""
+"""The command line: paceline serve | generate | info | journal | replay | bench. Flags come from the knobs of
+config.py; `--json` prints one JSON object on standard output and everything else goes to standard error. Exit status: 0
+done, 1 the run failed, 2 the caller's mistake."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="makes a draw repeatable (default: a random one, reported)")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_journal_commands(commands)
+    _add_bench(commands)
     info = _command(commands, "info", _info, "what a model needs and what fits")
     info.add_argument("--quality", action="store_true",
                       help="also measure what the packed form costs: perplexity, greedy agreement and KL divergence "
@@ -74,7 +75,7 @@ def _add_journal_commands(commands: Any) -> None:
     journal = _plain_command(commands, "journal", _journal, "what a journal of --journal tells: counts, waits, a chart")
     journal.add_argument("file", metavar="FILE", help="a journal that serve or generate wrote")
     journal.add_argument("--width", type=int, help="columns of the chart (default: the terminal's)")
-    journal.add_argument("--rows", type=int, default=40, help="requests in the chart, the first to arrive (default: 40)")
+    journal.add_argument("--rows", type=int, default=40, help="requests in the chart, by arrival (default: 40)")
     journal.add_argument("--json", action="store_true", help="print one JSON object")
     replay = _plain_command(
         commands, "replay", _replay,
@@ -85,6 +86,16 @@ def _add_journal_commands(commands: Any) -> None:
     _add_knobs(replay, SchedulerConfig)
     _add_knobs(replay, CacheConfig, only=("prefix_cache", "num_kv_blocks"))
     replay.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = _plain_command(commands, "bench", None, "measure this engine")
+    kinds = bench.add_subparsers(title="what", required=True, metavar="WHAT")
+    core = _plain_command(kinds, "core", _bench_core,
+                          "what planning a step and taking its result in cost, without a model, by running and waiting")
+    core.add_argument("--preset", default="paceline", metavar="NAME",
+                      help=f"the policies to run by, one of: {', '.join(PRESETS)} (default: paceline)")
+    core.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _plain_command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
@@ -196,7 +207,7 @@ def _journal(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from . import journals
 
-    knobs = {name: value for group in (SchedulerConfig, CacheConfig) for name, value in _given(arguments, group).items()}
+    knobs = _given(arguments, SchedulerConfig) | _given(arguments, CacheConfig)
     if arguments.preset is not None or knobs:
         facts = journals.rehearsed(arguments.file, arguments.preset, knobs)
         _put(json.dumps(facts) if arguments.json else journals.table(facts))
@@ -209,6 +220,18 @@ def _replay(arguments: argparse.Namespace) -> int:
     else:
         _put(f"first difference: {seen.difference}")
     return 0 if seen.difference is None else 1
+
+
+def _bench_core(arguments: argparse.Namespace) -> int:
+    from .bench import core_steps
+    from .build import build_policies, build_scheduler
+
+    sched = engine_config(arguments.preset, {}).scheduler
+    build_policies(sched)    # a wrong name is told before anything runs
+    timings = [core_steps.measure(build_scheduler, sched, *size) for size in core_steps.SIZES]
+    facts = core_steps.facts(timings, arguments.preset)
+    _put(json.dumps(facts) if arguments.json else core_steps.table(timings))
+    return 0
 
 
 def _ledger(facts: Mapping[str, Mapping[str, Any]]) -> str:

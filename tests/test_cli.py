@@ -102,6 +102,9 @@ MISTAKES = [
     (("journal", "/no/such/file", "--width", "0"), "width must be at least 1"),
     (("replay", "/no/such/file"), "/no/such/file: cannot be read: No such file"),
     (("replay", "/no/such/file", "--preset", "orca"), "/no/such/file"),
+    (("bench",), "WHAT"),
+    (("bench", "gpu"), "gpu"),
+    (("bench", "core", "--preset", "orca"), "'vllm'"),
     *((command, said) for template, said in (("/no/such.jinja", "/no/such.jinja: cannot be read: No such file"),
                                              ("tests", "tests: cannot be read: Is a directory"))
       for command in (("serve", MODEL, "--chat-template", template), ("info", MODEL, "--chat-template", template),
@@ -319,7 +322,8 @@ def test_help_names_every_policy_there_is(capsys) -> None:
     for command in ("serve", "generate", "info", "replay"):
         status, out, _ = run(command, "--help", capsys=capsys)
         assert status == 0 and "--preset" in out
-    assert {"serve", "generate", "info", "journal", "replay"} == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
+    commands = {"serve", "generate", "info", "journal", "replay", "bench"}
+    assert commands == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
 
 
 def test_the_servers_knobs_are_its_own(capsys) -> None:

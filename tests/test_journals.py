@@ -44,7 +44,8 @@ def test_a_journal_that_was_changed_is_exit_status_1_with_the_first_difference(
     lines = journal.read_text().splitlines(keepends=True)
     index = next(i for i, line in enumerate(lines) if '"step_id":9,' in line)
     changed = tmp_path / "changed"
-    changed.write_text("".join([*lines[:index], lines[index].replace('"num_running":', '"num_running":1'), *lines[index + 1:]]))
+    lines[index] = lines[index].replace('"num_running":', '"num_running":1')
+    changed.write_text("".join(lines))
     status, out, _ = run("replay", str(changed), capsys=capsys)
     assert status == 1 and f"line {index + 1}, step 9: plan.num_running: recorded 1" in out
 

@@ -1,8 +1,8 @@
 """What the schedule itself costs: schedule and update of a step, without a model, at sizes from one request to a crowd.
 
-Every running request decodes; each ends after OUTPUT_TOKENS, at its own time, and the next one starts in its place with a
-prompt of PROMPT_TOKENS, half of which is a prefix that the cache holds. So a step holds what steps of a busy server hold:
-decode rows, one or a few prompts, look-ups, blocks taken and given back. The queue is kept at its length.
+Every running request decodes; each ends after OUTPUT_TOKENS, at its own time, and the next one starts in its place with
+a prompt of PROMPT_TOKENS, half of which is a prefix that the cache holds. So a step holds what steps of a busy server
+hold: decode rows, one or a few prompts, look-ups, blocks taken and given back. The queue is kept at its length.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ OUTPUT_TOKENS = 128
 NUM_PREFIXES = 8
 NUM_STEPS = 200
 RAMP_STEPS = OUTPUT_TOKENS    # all prompts are in by half of it
-DEFINITION = ("processor time of one step, median of {steps} steps: schedule_ms plans it, update_ms takes its result in; "
-              "{prompt} prompt tokens, half of them cached, {output} output tokens, blocks of {block}; no model, no I/O")
+DEFINITION = (
+    "processor time of one step, median of {steps} steps: schedule_ms plans it, update_ms takes its result in; "
+    "{prompt} prompt tokens, half of them cached, {output} output tokens, blocks of {block}; no model, no I/O")
 MakeScheduler = Callable[[SchedulerSetup], Scheduler]
 
 
@@ -48,7 +49,9 @@ class Timing:
 class Crowd:
     """A scheduler kept at one size, and results for whatever it plans."""
 
-    def __init__(self, make_scheduler: MakeScheduler, config: SchedulerConfig, num_running: int, num_waiting: int) -> None:
+    def __init__(
+        self, make_scheduler: MakeScheduler, config: SchedulerConfig, num_running: int, num_waiting: int
+    ) -> None:
         num_blocks = (num_running + 8) * (-(-(PROMPT_TOKENS + OUTPUT_TOKENS) // BLOCK_SIZE) + 1) * 2
         sized = replace(config, max_num_seqs=num_running, max_num_batched_tokens=4 * (num_running + PROMPT_TOKENS))
         self.scheduler = make_scheduler(SchedulerSetup(

@@ -163,7 +163,7 @@ class Journal:
                 self._chains.pop(output.request_id, None)
 
     def _put_input(self, line: Line) -> None:
-        """An input that comes while a step runs belongs between its plan and its result, though its line comes first."""
+        """One that comes while a step runs belongs between its plan and its result, though its line comes first."""
         if self._in_flight is not None:
             line["during_step"] = self._in_flight[0].step_id
         self._put(line)

@@ -139,4 +139,4 @@ def _parsed(path: str | Path, number: int, content: bytes) -> Line:
     event = line.get("event") if isinstance(line, dict) else None
     if event not in EVENTS or (event == "header") != (number == 1):
         raise JournalError(f"{path}, line {number}: not a line of a journal: event {event!r}")
-    return line    # type: ignore[no-any-return]
+    return line

@@ -1,5 +1,5 @@
-"""The lines of a journal as plain values, made from the engine's frozen ones by the names of their fields, so that a new
-field of a plan, a request or a result is kept without a change here. docs/journal.md describes every line.
+"""The lines of a journal as plain values, made from the engine's frozen ones by the names of their fields, so that a
+new field of a plan, a request or a result is kept without a change here. docs/journal.md describes every line.
 
 What may hold text or token ids is never kept: of requests and rows only numbers, flags and short names (ids, tenant)
 pass, told apart by the declared type of the field; of a tuple at most its length. A plan's other parts (transfers,
@@ -68,7 +68,8 @@ def request_fields(submit: Submit, block_hashes: Hashes, hashed: Callable[[str],
 
 def submit_of(request: Line, prompt_token_ids: tuple[int, ...]) -> Submit:
     """The request again, with stand-ins for its tokens. Raises TypeError for fields that this version does not know."""
-    sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in request["sampling"].items()}
+    sampling: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in request["sampling"].items()}
     named = {name: value for name, value in request.items()
              if name not in ("sampling", "num_prompt_tokens", "block_hashes", "prompt_token_ids")}
     named["cache_extras"] = tuple(named.get("cache_extras", ()))
@@ -127,8 +128,8 @@ def row_entry(result: RowResult, output: RequestOutput | None, block_hashes: Has
 
 def stats_fields(stats: EngineStats, before: EngineStats | None) -> Line:
     """The gauges and counters that have changed."""
-    names = (one.name for one in fields(EngineStats))
-    return {name: getattr(stats, name) for name in names if before is None or getattr(stats, name) != getattr(before, name)}
+    values = {one.name: getattr(stats, one.name) for one in fields(EngineStats)}
+    return {name: value for name, value in values.items() if before is None or value != getattr(before, name)}
 
 
 def ends(outputs: Iterable[RequestOutput]) -> list[Line]:

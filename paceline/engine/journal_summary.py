@@ -1,4 +1,4 @@
-"""What a journal tells a person: counts, waits, what preemption and refusals cost, and a chart of requests over steps."""
+"""What a journal tells a person: counts, waits, what preemption and refusals cost, and requests over steps, drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFINITIONS = {
     "p50, p90, p99": "nearest rank: the smallest value that so many percent do not exceed",
     "hit_rate": "prompt tokens taken from the prefix cache at first admission, of those looked up",
     "lost_tokens": "computed tokens of victims, at the moment they yielded; recomputed_tokens ran again since",
-    "refusals": "steps in which the head of the queue did not start because of this limit, and how many requests that met",
+    "refusals": "steps in which the head of the queue did not start because of this limit; how many requests it met",
 }
 MAX_LANES = 40
 WAITING, HELD, DECODE, PREFILL, PREEMPTED = range(1, 6)    # a cell shows the highest of its steps
@@ -123,14 +123,15 @@ class Summary:
         self._door: Counter[str] = Counter()
         self._victims: Counter[str] = Counter()
         self._stats: dict[str, Any] = {}
-        self._span: list[float] = []
+        self._started_at: float | None = None
+        self._ended_at = 0.0
         for number, line in journaled.lines:
             with at_line(journaled.path, number):
                 self._take(line)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         header, stats = self._journaled.header, self._stats
-        seconds = self._span[-1] - self._span[0] if self._span else 0.0
+        seconds = 0.0 if self._started_at is None else self._ended_at - self._started_at
         generated = stats.get("num_generation_tokens", 0)
         return {
             "journal": {
@@ -170,8 +171,8 @@ class Summary:
 
     def _take(self, line: Line) -> None:
         self._counts[line["event"]] += 1
-        self._span.append(line.get("until", line["at"]))
-        self._span[1:-1] = []
+        self._started_at = line["at"] if self._started_at is None else self._started_at
+        self._ended_at = line["until"] if "until" in line else line["at"]
         match line["event"]:
             case "add" | "fork":
                 request = line["request"]

@@ -1,10 +1,10 @@
 """Feeds a journal's arrivals and results back through a scheduler, and proves that it decides the same.
 
 The journal holds no tokens; stand-ins are made up. The last token of a full block is a number made of the block's hash,
-all others are one filler: two requests have equal blocks here exactly where they had them there. Stand-ins are negative,
-so none is an end-of-sequence or stop token; that a request stopped is told to the scheduler by the journal, as a stop
-string would be. Times are the recorded ones. So the scheduler is handed everything it was handed before, but for what
-its decisions do not depend on, and must answer with the same plans, ends and counters.
+all others are one filler: two requests have equal blocks here exactly where they had them there. Stand-ins are
+negative, so none is an end-of-sequence or stop token; that a request stopped is told to the scheduler by the journal,
+as a stop string would be. Times are the recorded ones. So the scheduler is handed everything it was handed before, but
+for what its decisions do not depend on, and must answer with the same plans, ends and counters.
 """
 
 from __future__ import annotations

@@ -132,15 +132,28 @@ def step_line(lines: list[dict], step: int) -> dict:
     return next(line for line in lines if line["event"] == "step" and line["plan"]["step_id"] == step)
 
 
+COLUMNS = ("request_id", "num_computed_tokens", "num_tokens", "logits_offsets", "block_ids")
+
+
 @pytest.mark.parametrize("step", [0, 7, 20])
-def test_a_changed_plan_is_the_first_difference(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_changed_plan_is_the_first_difference(tmp_path: Path, step: int, column: str) -> None:
     def change(lines: list[dict]) -> None:
-        step_line(lines, step)["plan"]["rows"]["num_tokens"][0] += 1
+        step_line(lines, step)["plan"]["rows"][column][0] = "changed"
 
     found = changed(tmp_path / "journal", change).difference
     assert found is not None
-    assert (found.step, found.field, found.recorded - found.replayed) == (step, "plan.rows.num_tokens[0]", 1)
+    assert (found.step, found.field, found.recorded) == (step, f"plan.rows.{column}[0]", "changed")
     assert found.request_id is not None and f"step {step}" in str(found)
+
+
+def test_a_row_that_was_not_planned_is_a_difference(tmp_path: Path) -> None:
+    def change(lines: list[dict]) -> None:
+        for column in step_line(lines, 7)["plan"]["rows"].values():
+            column.append(column[0])
+
+    found = changed(tmp_path / "journal", change).difference
+    assert found is not None and (found.step, found.field) == (7, "plan.rows.request_id")
 
 
 def test_a_changed_input_shows_where_it_first_matters(tmp_path: Path) -> None:
