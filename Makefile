@@ -1,4 +1,4 @@
-# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | clean. Each target sets up what it needs, once.
+# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | soak | clean. Each target sets up what it needs, once.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -26,7 +26,7 @@ NEEDED_TOOLS = $$(cmake --version 2>/dev/null | awk 'NR == 1 { split($$3, v, "."
                END { if (!found) print "cmake" }') $$(command -v ninja >/dev/null || echo ninja)
 
 .DELETE_ON_ERROR:
-.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench clean
+.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench soak clean
 
 serve: $(INSTALLED) .venv/installed-model
 	@exec $(BIN)/paceline serve '$(MODEL)' --port $(PORT) $(ARGS)
@@ -47,6 +47,10 @@ oracle: $(INSTALLED) .venv/installed-model .venv/installed-test .venv-oracle/ins
 
 bench: $(INSTALLED) .venv/installed-model .venv/installed-test
 	$(BIN)/python scripts/bench_http.py --command '$(BIN)/paceline serve $(MODEL) --port {port} $(ARGS)' $(BENCH_ARGS)
+
+# 50,000 requests, some minutes on two quiet cores. SOAK_ARGS: see scripts/soak.py --help.
+soak: $(INSTALLED) .venv/installed-test
+	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 clean:
 	rm -rf .venv .venv-oracle build .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -98,7 +102,7 @@ clean:
 	@touch $@
 
 .venv-oracle/installed: pyproject.toml constraints.txt | $(INSTALLED) .venv/installed-test
-	@echo "installing PyTorch and transformers into .venv-oracle (1.2 GB or more)"
+	@echo "installing PyTorch, transformers and lm-evaluation-harness into .venv-oracle (2 GB or more)"
 	@test -x .venv-oracle/bin/python || $(PYTHON) -m venv .venv-oracle
 	@.venv-oracle/bin/python scripts/share_packages.py .venv
 	@.venv-oracle/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt $(call extra,oracle)

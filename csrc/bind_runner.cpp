@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "bind_arrays.h"
@@ -143,10 +144,90 @@ struct SamplingArrays {
   In<uint8_t, 1> wants_logprob;
 };
 
+// A list of lists of token ids: an object with the arrays `starts` and `values`.
+struct RaggedArrays {
+  RaggedArrays(const char* name, nb::handle given, size_t size)
+      : starts(vector_of<int32_t>((std::string(name) + ".starts").c_str(), nb::getattr(given, "starts"), size + 1)),
+        values(array_of<int32_t, 1>((std::string(name) + ".values").c_str(), nb::getattr(given, "values"))) {
+    if (starts.data()[size] != static_cast<int32_t>(values.shape(0))) refuse(std::string(name) + ": starts must end at the last value");
+  }
+  Ragged view() const { return {starts.data(), values.data()}; }
+
+  In<int32_t, 1> starts, values;
+};
+
+// A SamplingExtras of Python, or None; what it gives and takes is good while this lives.
+class Extras {
+ public:
+  Extras(nb::handle given, size_t num_wanted) {
+    if (given.is_none()) return;
+    const size_t size = array_of<int32_t, 1>("rows", nb::getattr(given, "rows")).shape(0);
+    view_.count = static_cast<int64_t>(size);
+    view_.rows = ints(given, "rows", size);
+    view_.min_p = floats(given, "min_p", size);
+    view_.typical_p = floats(given, "typical_p", size);
+    view_.repetition_penalty = floats(given, "repetition_penalty", size);
+    view_.presence_penalty = floats(given, "presence_penalty", size);
+    view_.frequency_penalty = floats(given, "frequency_penalty", size);
+    view_.num_prompt = ints(given, "num_prompt", size);
+    view_.num_top = ints(given, "num_top", size);
+    view_.target = ints(given, "target", size);
+    for (const char* name : {"history", "allowed", "banned", "biased"}) lists_.emplace_back(name, nb::getattr(given, name), size);
+    view_.history = lists_[0].view();
+    view_.allowed = lists_[1].view();
+    view_.banned = lists_[2].view();
+    view_.biased = lists_[3].view();
+    view_.bias = floats(given, "bias", lists_[3].values.shape(0));
+    int32_t width = 0;
+    for (size_t i = 0; i < size; ++i) width = view_.num_top[i] > width ? view_.num_top[i] : width;
+    view_.top_width = width;
+    entry_of_.assign(num_wanted, -1);
+    for (size_t i = 0; i < size; ++i) {
+      const int32_t row = view_.rows[i];
+      if (row >= 0 && static_cast<size_t>(row) < num_wanted) entry_of_[static_cast<size_t>(row)] = static_cast<int32_t>(i);
+    }
+    Out<int32_t> ids = make_array<int32_t>({size, static_cast<size_t>(width)});
+    Out<float> logprobs = make_array<float>({size, static_cast<size_t>(width)});
+    view_.top_ids = ids.data();
+    view_.top_logprobs = logprobs.data();
+    std::fill_n(ids.data(), size * static_cast<size_t>(width), -1);
+    std::fill_n(logprobs.data(), size * static_cast<size_t>(width), 0.0f);
+    top_ids = nb::cast(ids);
+    top_logprobs = nb::cast(logprobs);
+  }
+  Extras(const Extras&) = delete;
+
+  Sampling added_to(Sampling sampling) const {
+    if (entry_of_.empty()) return sampling;
+    sampling.extras = &view_;
+    sampling.entry_of = entry_of_.data();
+    return sampling;
+  }
+  const SamplingExtras* view() const { return entry_of_.empty() ? nullptr : &view_; }
+
+  nb::object top_ids = nb::none(), top_logprobs = nb::none();
+
+ private:
+  const int32_t* ints(nb::handle given, const char* name, size_t size) {
+    ints_.push_back(vector_of<int32_t>(name, nb::getattr(given, name), size));
+    return ints_.back().data();
+  }
+  const float* floats(nb::handle given, const char* name, size_t size) {
+    floats_.push_back(vector_of<float>(name, nb::getattr(given, name), size));
+    return floats_.back().data();
+  }
+
+  SamplingExtras view_{};
+  std::vector<In<int32_t, 1>> ints_;
+  std::vector<In<float, 1>> floats_;
+  std::vector<RaggedArrays> lists_;
+  std::vector<int32_t> entry_of_;
+};
+
 nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::handle row_starts, nb::handle block_tables,
                nb::handle wanted, nb::handle copies, nb::handle temperature, nb::handle top_k, nb::handle top_p,
                nb::handle seed, nb::handle prompt_index, nb::handle choice_index, nb::handle position,
-               nb::handle wants_logprob, bool wants_logits) {
+               nb::handle wants_logprob, nb::handle extras_given, bool wants_logits) {
   const auto tokens = array_of<int32_t, 1>("token_ids", token_ids);
   const auto at = vector_of<int32_t>("positions", positions, tokens.shape(0));
   const auto starts = array_of<int32_t, 1>("row_starts", row_starts);
@@ -159,6 +240,7 @@ nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::han
   const size_t num_wanted = want.shape(0);
   const SamplingArrays sampling(num_wanted, temperature, top_k, top_p, seed, prompt_index, choice_index, position,
                                 wants_logprob);
+  const Extras extras(extras_given, num_wanted);
 
   StepInput in{};
   in.num_tokens = static_cast<int64_t>(tokens.shape(0));
@@ -173,7 +255,7 @@ nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::han
   in.block_tables = tables.data();
   in.wanted = want.data();
   in.copies = copy.data();
-  in.sampling = sampling.view();
+  in.sampling = extras.added_to(sampling.view());
 
   Out<int32_t> ids = make_array<int32_t>({num_wanted});
   Out<float> logprobs = make_array<float>({num_wanted});
@@ -190,20 +272,22 @@ nb::tuple step(Runner& self, nb::handle token_ids, nb::handle positions, nb::han
     nb::gil_scoped_release unlocked;
     self.step(in, ids_data, logprobs_data, logits);
   }
-  return nb::make_tuple(ids, logprobs, logits_object);
+  return nb::make_tuple(ids, logprobs, logits_object, extras.top_ids, extras.top_logprobs);
 }
 
 // Samples every row of logits on the calling thread.
 nb::tuple sample(const std::string& path, nb::handle logits_given, nb::handle temperature, nb::handle top_k,
                  nb::handle top_p, nb::handle seed, nb::handle prompt_index, nb::handle choice_index, nb::handle position,
-                 nb::handle wants_logprob) {
+                 nb::handle wants_logprob, nb::handle extras_given) {
   const KernelTable& table = find_table(path);
   const auto logits = array_of<float, 2>("logits", logits_given);
   if (logits.shape(1) == 0) refuse("logits: the vocabulary is empty");
   const size_t rows = logits.shape(0);
   const int64_t vocab_size = static_cast<int64_t>(logits.shape(1));
   const SamplingArrays arrays(rows, temperature, top_k, top_p, seed, prompt_index, choice_index, position, wants_logprob);
-  const Sampling sampling = arrays.view();
+  const Extras extras(extras_given, rows);
+  if (extras.view() != nullptr) check_extras(*extras.view(), static_cast<int64_t>(rows), vocab_size);
+  const Sampling sampling = extras.added_to(arrays.view());
   Out<int32_t> ids = make_array<int32_t>({rows});
   Out<float> logprobs = make_array<float>({rows});
   Memory scratch;
@@ -212,7 +296,7 @@ nb::tuple sample(const std::string& path, nb::handle logits_given, nb::handle te
     ids.data()[row] = table.sample(logits.data() + row * logits.shape(1), vocab_size, sampling, static_cast<int64_t>(row),
                                    logprobs.data() + row, scratch.as<void>());
   }
-  return nb::make_tuple(ids, logprobs);
+  return nb::make_tuple(ids, logprobs, extras.top_ids, extras.top_logprobs);
 }
 
 void poison(Runner& self, nb::handle given) {
@@ -236,9 +320,9 @@ void bind_runner(nb::module_& m) {
            "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "kv"_a)
       .def("step", &step, "token_ids"_a, "positions"_a, "row_starts"_a, "block_tables"_a, "wanted"_a, "copies"_a,
            "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "prompt_index"_a, "choice_index"_a, "position"_a,
-           "wants_logprob"_a, "wants_logits"_a = false,
-           "Runs one step: (token_ids [W], logprobs [W], logits [W, V] or None). ValueError, before anything has changed, for "
-           "any index out of range.")
+           "wants_logprob"_a, "extras"_a = nb::none(), "wants_logits"_a = false,
+           "Runs one step: (token_ids [W], logprobs [W], logits [W, V] or None, top_ids [E, K] or None, top_logprobs). ValueError, "
+           "before anything has changed, for any index out of range.")
       .def("poison", &poison, "block_ids"_a, "Fills blocks with NaN, so that a test notices whoever reads them.")
       .def_prop_ro("kv_bytes", &Runner::kv_bytes)
       .def("close", &Runner::close, nb::call_guard<nb::gil_scoped_release>(), "Ends the threads and frees the cache.")
@@ -246,5 +330,6 @@ void bind_runner(nb::module_& m) {
            "Starts (and clears) or stops the per-operation timers.")
       .def("profile_report", &profile_report, "(operation, calls, seconds) as the calling thread saw them pass.");
   m.def("sample", &sample, "path"_a, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "prompt_index"_a,
-        "choice_index"_a, "position"_a, "wants_logprob"_a, "The sampling verb by itself: (token_ids [W], logprobs [W]).");
+        "choice_index"_a, "position"_a, "wants_logprob"_a, "extras"_a = nb::none(),
+        "The sampling verb by itself: (token_ids [W], logprobs [W], top_ids [E, K] or None, top_logprobs).");
 }

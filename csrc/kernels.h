@@ -69,6 +69,28 @@ struct Batch {
   const int32_t* wanted;           // [W]
 };
 
+// Lists of token ids end to end: list i is values[starts[i]] up to values[starts[i + 1]].
+struct Ragged {
+  const int32_t* starts;
+  const int32_t* values;
+  int32_t begin(int64_t i) const { return starts[i]; }
+  int32_t end(int64_t i) const { return starts[i + 1]; }
+  bool is_empty(int64_t i) const { return starts[i] == starts[i + 1]; }
+};
+
+// What only `count` of the wanted positions ask for, as SamplingExtras (paceline/ops/interface.py) has it.
+struct SamplingExtras {
+  int64_t count;
+  const int32_t* rows;
+  const float *min_p, *typical_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
+  const int32_t *num_prompt, *num_top, *target;
+  Ragged history, allowed, banned, biased;
+  const float* bias;
+  int64_t top_width;      // the largest num_top
+  int32_t* top_ids;       // [count][top_width], filled by the caller with -1, written by sample
+  float* top_logprobs;    // [count][top_width], filled with 0
+};
+
 struct Sampling {
   const float* temperature;
   const int32_t* top_k;
@@ -78,6 +100,8 @@ struct Sampling {
   const uint32_t* choice_index;
   const uint64_t* position;
   const uint8_t* wants_logprob;
+  const SamplingExtras* extras = nullptr;
+  const int32_t* entry_of = nullptr;    // [W] a wanted position's entry in the extras, or -1; null without extras
 };
 
 // Attention works in chunks of 64 keys inside segments of 512, both at absolute positions. One segment of one query head

@@ -51,7 +51,37 @@ int64_t strip_bytes(const Weight& weight) {
   return 1;
 }
 
+void check_ids(const char* name, const int32_t* ids, int64_t count, int64_t least, int64_t vocab_size) {
+  for (int64_t i = 0; i < count; ++i) {
+    require(ids[i] >= least && ids[i] < vocab_size,
+            std::string(name) + ": token id " + text(ids[i]) + " is outside the vocabulary of " + text(vocab_size));
+  }
+}
+
+void check_list(const char* name, const Ragged& list, int64_t count, int64_t vocab_size) {
+  require(list.starts[0] == 0, std::string(name) + ": starts must begin at 0");
+  for (int64_t i = 0; i < count; ++i) {
+    require(list.starts[i] <= list.starts[i + 1], std::string(name) + ": starts must not decrease");
+  }
+  check_ids(name, list.values, list.starts[count], 0, vocab_size);
+}
+
 }  // namespace
+
+void check_extras(const SamplingExtras& extras, int64_t num_wanted, int64_t vocab_size) {
+  for (int64_t i = 0; i < extras.count; ++i) {
+    require(extras.rows[i] > (i == 0 ? -1 : extras.rows[i - 1]) && extras.rows[i] < num_wanted,
+            "rows: must be ascending wanted positions below " + text(num_wanted) + ", got " + text(extras.rows[i]));
+    require(extras.num_top[i] >= 0 && extras.num_top[i] <= extras.top_width, "num_top: must not be negative");
+    require(extras.num_prompt[i] >= 0 && extras.num_prompt[i] <= extras.history.end(i) - extras.history.begin(i),
+            "num_prompt: must be at most the length of the history");
+  }
+  check_ids("target", extras.target, extras.count, -1, vocab_size);
+  check_list("history", extras.history, extras.count, vocab_size);
+  check_list("allowed", extras.allowed, extras.count, vocab_size);
+  check_list("banned", extras.banned, extras.count, vocab_size);
+  check_list("biased", extras.biased, extras.count, vocab_size);
+}
 
 void Memory::Free::operator()(void* p) const { std::free(p); }
 
@@ -184,6 +214,7 @@ void Runner::check(const StepInput& in) const {
     require(in.wanted[i] > (i == 0 ? -1 : in.wanted[i - 1]) && in.wanted[i] < in.num_tokens,
             "wanted must be ascending token indices below " + text(in.num_tokens) + ", got " + text(in.wanted[i]));
   }
+  if (in.sampling.extras != nullptr) check_extras(*in.sampling.extras, in.num_wanted, spec_.vocab_size);
   for (int64_t i = 0; i < 2 * in.num_copies; ++i) {
     require(in.copies[i] >= 0 && in.copies[i] < kv_.num_blocks,
             "block id " + text(in.copies[i]) + " of a copy is out of range");

@@ -31,6 +31,10 @@ struct StepInput {
   Sampling sampling;
 };
 
+// Throws std::invalid_argument unless every entry's row is below num_wanted, ascending, and every token id inside the
+// vocabulary: sample trusts them.
+void check_extras(const SamplingExtras& extras, int64_t num_wanted, int64_t vocab_size);
+
 // 64-byte aligned memory that only grows; its content is lost when it does. Empty after it failed to.
 class Memory {
  public:

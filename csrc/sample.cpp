@@ -1,13 +1,11 @@
-// The next token of one row of logits. The rules, which paceline/ops/numpy_sampler.py states again in numpy:
+// The next token of one row of logits. The rules stand in paceline/ops/numpy_sampler.py, which states them in numpy; this
+// file must agree with it. In short: masks, biases and penalties on a copy of the row; then, unless it is greedy,
+// scaled = logit / temperature, min_p, top_k, top_p, typical_p; and of what is kept, in id order, the first whose cumulative
+// weight exceeds u * total. Log-probabilities are those of the row as it came.
 //
-//   temperature 0 (or a scaled maximum that is not finite): the largest logit, ties to the lowest id.
-//   Otherwise scaled = logit / temperature. top_k keeps the k largest, ties at the k-th to the lowest ids. top_p keeps, of
-//   those, the shortest run in the order (scaled descending, id ascending) whose share of the probability is at least
-//   top_p, and never fewer than one. Of what is kept, in id order, the first whose cumulative weight exceeds u * total.
-//
-// Nothing is sorted. A threshold below the maximum picks candidates, and radix selection on the bits of a float finds the
-// value at which top_k or top_p cuts, exactly, in time linear in the candidates. Weights are e^(scaled - max) in f32, their
-// sums are in double and over fixed runs in id order.
+// Nothing is sorted but the few best tokens. A threshold below the maximum picks candidates, and radix selection on the bits
+// of a float finds the value at which a limit cuts, exactly, in time linear in the candidates. Weights are e^(scaled - max)
+// in f32, their sums are in double and over fixed runs in id order.
 #include "simd.h"
 #include "units.h"
 
@@ -35,6 +33,8 @@ struct Scratch {
   Candidates all;        // [vocab + 16]
   int32_t* rank_a;       // [vocab] work space of the selection
   int32_t* rank_b;
+  float* changed;        // [vocab] logits after masks, biases and penalties
+  int32_t* num_seen;     // [vocab] how often the output has a token; set only where the history has it
 };
 
 template <typename T> T* carve(uint8_t*& at, int64_t count) {
@@ -54,6 +54,8 @@ Scratch carve_scratch(uint8_t* at, int64_t vocab_size, size_t* num_bytes) {
   s.all.count = 0;
   s.rank_a = carve<int32_t>(at, vocab_size + 1);
   s.rank_b = carve<int32_t>(at, vocab_size + 1);
+  s.changed = carve<float>(at, vocab_size);
+  s.num_seen = carve<int32_t>(at, vocab_size);
   *num_bytes = static_cast<size_t>(at - begin);
   return s;
 }
@@ -328,6 +330,18 @@ void gather(const float* logits, int64_t vocab_size, const float* small_max, flo
   }
 }
 
+// What bounds a draw, beside the row itself. `most` is the largest logit / temperature.
+struct Limits {
+  float temperature, most;
+  int64_t top_k;    // 0: the whole vocabulary
+  double top_p;
+  float min_p;
+  double typical_p;
+  bool are_none(int64_t vocab_size) const {
+    return (top_k <= 0 || top_k >= vocab_size) && top_p >= 1.0 && min_p <= 0.0f && typical_p >= 1.0;
+  }
+};
+
 // A value that at least top_k logits reach and few more: the top_k-th largest of the maxima of 64.
 float threshold_of(int64_t vocab_size, float temperature, int64_t top_k, const Scratch& scratch) {
   const int64_t num_small = ceil_div(vocab_size, kSmall);
@@ -337,24 +351,70 @@ float threshold_of(int64_t vocab_size, float temperature, int64_t top_k, const S
   return value_of(find_cut(maxima, nullptr, static_cast<double>(top_k), scratch).key);
 }
 
-// The candidates that top_k and top_p leave.
-void gather_kept(const float* logits, int64_t vocab_size, float temperature, float most, int64_t top_k, double top_p,
-                 Scratch& scratch) {
+// Drops weights below the least; the order by id stays.
+void keep_weights(Candidates& c, float least) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < c.count; ++i) {
+    if (c.weight[i] < least) continue;
+    c.scaled[count] = c.scaled[i];
+    c.weight[count] = c.weight[i];
+    c.id[count] = c.id[i];
+    ++count;
+  }
+  c.count = count;
+  store(c.weight + count, zero());    // for sum_of
+}
+
+// The shortest run in the order (distance of a token's surprise from their mean, id) that holds a share of typical_p. A
+// surprise is -log p; the log of the total, in all of them, cancels out. The distances take the place of c.scaled.
+void keep_typical(Candidates& c, float most, double typical_p, const Scratch& scratch) {
+  keep_weights(c, 1.17549435e-38f);
+  double total = 0.0;
+  double surprise = 0.0;
+  for (int64_t i = 0; i < c.count; ++i) {
+    total += static_cast<double>(c.weight[i]);
+    surprise += static_cast<double>(c.weight[i]) * static_cast<double>(most - c.scaled[i]);
+  }
+  const double mean = surprise / total;
+  for (int64_t i = 0; i < c.count; ++i) {
+    const double distance = static_cast<double>(most - c.scaled[i]) - mean;
+    c.scaled[i] = -static_cast<float>(distance < 0.0 ? -distance : distance) + 0.0f;    // no -0 may reach key_of
+  }
+  keep(c, find_cut(c, c.weight, typical_p * sum_of(c.weight, c.count), scratch));
+}
+
+// The candidates that the limits leave.
+void gather_kept(const float* logits, int64_t vocab_size, const Limits& limits, Scratch& scratch) {
   constexpr float kDistances[6] = {2.0f, 4.0f, 6.0f, 9.0f, 13.0f, __builtin_inff()};    // of a threshold from the top
   Candidates& c = scratch.all;
+  const float most = limits.most;
+  const bool has_top_k = limits.top_k > 0 && limits.top_k < vocab_size;
+  const auto gather_from = [&](float threshold) {
+    gather(logits, vocab_size, scratch.small_max, limits.temperature, most, threshold, c);
+  };
   double need = 0.0;
-  if (top_k > 0 && top_k < vocab_size) {
-    gather(logits, vocab_size, scratch.small_max, temperature, most, threshold_of(vocab_size, temperature, top_k, scratch), c);
-    keep(c, find_cut(c, nullptr, static_cast<double>(top_k), scratch));
-    need = top_p * sum_of(c.weight, c.count);
-  } else {
-    need = top_p * weigh_all(logits, vocab_size, temperature, most, scratch.block_sum);
+  if (has_top_k || limits.min_p > 0.0f) {
+    float threshold = has_top_k ? threshold_of(vocab_size, limits.temperature, limits.top_k, scratch) : -__builtin_inff();
+    if (limits.min_p > 0.0f) {    // somewhat below: the weight decides
+      const float least =
+          most + static_cast<float>(log_of(static_cast<double>(limits.min_p))) - 0.01f - 1e-6f * (most < 0.0f ? -most : most);
+      threshold = least > threshold ? least : threshold;
+    }
+    gather_from(threshold);
+    if (limits.min_p > 0.0f) keep_weights(c, limits.min_p);
+    if (has_top_k && limits.top_k < c.count) keep(c, find_cut(c, nullptr, static_cast<double>(limits.top_k), scratch));
+    need = limits.top_p * sum_of(c.weight, c.count);
+  } else if (limits.top_p < 1.0) {
+    need = limits.top_p * weigh_all(logits, vocab_size, limits.temperature, most, scratch.block_sum);
     for (const float below : kDistances) {
-      gather(logits, vocab_size, scratch.small_max, temperature, most, most - below, c);
+      gather_from(most - below);
       if (sum_of(c.weight, c.count) >= need) break;
     }
+  } else {
+    gather_from(most - 100.0f);    // whatever weighs anything
   }
-  if (top_p < 1.0) keep(c, find_cut(c, c.weight, need, scratch));
+  if (limits.top_p < 1.0) keep(c, find_cut(c, c.weight, need, scratch));
+  if (limits.typical_p < 1.0) keep_typical(c, most, limits.typical_p, scratch);
 }
 
 // ---------------------------------------------------------------------------------------------------------------- draw
@@ -391,17 +451,112 @@ int32_t draw_from_all(const float* logits, int64_t vocab_size, float temperature
   return static_cast<int32_t>(begin + walk(weight, n, sum_before_last, target));
 }
 
-int32_t draw_token(const float* logits, int64_t vocab_size, float temperature, float most, const Sampling& sampling,
-                   int64_t index, Scratch& scratch) {
-  const double u = draw(sampling, index);
-  const int64_t top_k = sampling.top_k[index];
-  const double top_p = static_cast<double>(sampling.top_p[index]);
-  if ((top_k <= 0 || top_k >= vocab_size) && top_p >= 1.0) {
-    return draw_from_all(logits, vocab_size, temperature, most, u, scratch);
+int32_t draw_token(const float* logits, int64_t vocab_size, const Limits& limits, double u, Scratch& scratch) {
+  if (limits.are_none(vocab_size)) {
+    return draw_from_all(logits, vocab_size, limits.temperature, limits.most, u, scratch);
   }
-  gather_kept(logits, vocab_size, temperature, most, top_k, top_p, scratch);
+  gather_kept(logits, vocab_size, limits, scratch);
   const Candidates& c = scratch.all;
   return c.id[walk(c.weight, c.count, 0.0, u * sum_of(c.weight, c.count))];
+}
+
+// The token of a row whose maximum is finite; small_max is the row's. entry: its place in the extras, or -1.
+int32_t choose(const float* logits, int64_t vocab_size, float most, const Sampling& sampling, int64_t index, int64_t entry,
+               Scratch& scratch) {
+  const float temperature = sampling.temperature[index];
+  const float scaled_most = most / temperature;
+  if (!(temperature > 0.0f) || !is_finite(scaled_most)) return first_equal(logits, vocab_size, scratch.small_max, most);
+  Limits limits = {temperature, scaled_most, sampling.top_k[index], static_cast<double>(sampling.top_p[index]), 0.0f, 1.0};
+  if (entry >= 0) {
+    limits.min_p = sampling.extras->min_p[entry];
+    limits.typical_p = static_cast<double>(sampling.extras->typical_p[entry]);
+  }
+  return draw_token(logits, vocab_size, limits, draw(sampling, index), scratch);
+}
+
+// -------------------------------------------------------------------------------------------------------------- extras
+
+// Penalties of the tokens that the history has, each once.
+void penalise(float* logits, const SamplingExtras& x, int64_t entry, int32_t* num_seen) {
+  const int32_t* const tokens = x.history.values + x.history.begin(entry);
+  const int64_t count = x.history.end(entry) - x.history.begin(entry);
+  const float repetition = x.repetition_penalty[entry];
+  for (int64_t i = 0; i < count; ++i) num_seen[tokens[i]] = 0;
+  for (int64_t i = x.num_prompt[entry]; i < count; ++i) ++num_seen[tokens[i]];
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t& seen = num_seen[tokens[i]];
+    if (seen < 0) continue;    // had its turn
+    float& logit = logits[tokens[i]];
+    logit = logit > 0.0f ? logit / repetition : logit * repetition;
+    logit -= x.frequency_penalty[entry] * static_cast<float>(seen);
+    if (seen > 0) logit -= x.presence_penalty[entry];
+    seen = -1;
+  }
+}
+
+// Writes scratch.changed and its maxima; returns the largest.
+float change_logits(const float* logits, int64_t vocab_size, const SamplingExtras& x, int64_t entry, bool with_bans,
+                    Scratch& scratch) {
+  float* const out = scratch.changed;
+  if (x.allowed.is_empty(entry)) {
+    memcpy(out, logits, static_cast<size_t>(vocab_size) * sizeof(float));
+  } else {
+    for (int64_t i = 0; i < vocab_size; ++i) out[i] = -__builtin_inff();
+    for (int32_t i = x.allowed.begin(entry); i < x.allowed.end(entry); ++i) {
+      out[x.allowed.values[i]] = logits[x.allowed.values[i]];
+    }
+  }
+  if (with_bans) {
+    for (int32_t i = x.banned.begin(entry); i < x.banned.end(entry); ++i) out[x.banned.values[i]] = -__builtin_inff();
+  }
+  for (int32_t i = x.biased.begin(entry); i < x.biased.end(entry); ++i) out[x.biased.values[i]] += x.bias[i];
+  penalise(out, x, entry, scratch.num_seen);
+  if (!find_maxima(out, vocab_size, scratch.small_max)) return __builtin_inff();
+  return largest_of(scratch.small_max, ceil_div(vocab_size, kSmall));
+}
+
+bool changes_anything(const SamplingExtras& x, int64_t entry) {
+  return !x.allowed.is_empty(entry) || !x.banned.is_empty(entry) || !x.biased.is_empty(entry) || !x.history.is_empty(entry);
+}
+
+// The num_top best tokens of the row, best first; small_max is the row's.
+void write_best(const float* logits, int64_t vocab_size, float most, const SamplingExtras& x, int64_t entry,
+                Scratch& scratch) {
+  const int64_t num_top = x.num_top[entry] < vocab_size ? x.num_top[entry] : vocab_size;
+  if (num_top <= 0) return;
+  const double log_total = log_of(weigh_all(logits, vocab_size, 1.0f, most, scratch.block_sum));
+  Candidates& c = scratch.all;
+  gather(logits, vocab_size, scratch.small_max, 1.0f, most, threshold_of(vocab_size, 1.0f, num_top, scratch), c);
+  keep(c, find_cut(c, nullptr, static_cast<double>(num_top), scratch));
+  for (int64_t i = 1; i < c.count; ++i) {    // by insertion: few, and equals stay in the order of their ids
+    const float value = c.scaled[i];
+    const int32_t id = c.id[i];
+    int64_t at = i;
+    for (; at > 0 && c.scaled[at - 1] < value; --at) {
+      c.scaled[at] = c.scaled[at - 1];
+      c.id[at] = c.id[at - 1];
+    }
+    c.scaled[at] = value;
+    c.id[at] = id;
+  }
+  for (int64_t i = 0; i < c.count; ++i) {
+    x.top_ids[entry * x.top_width + i] = c.id[i];
+    x.top_logprobs[entry * x.top_width + i] =
+        static_cast<float>(static_cast<double>(c.scaled[i]) - static_cast<double>(most) - log_total);
+  }
+}
+
+int32_t sample_with_extras(const float* logits, int64_t vocab_size, float most, const Sampling& sampling, int64_t index,
+                           int64_t entry, Scratch& scratch) {
+  const SamplingExtras& x = *sampling.extras;
+  write_best(logits, vocab_size, most, x, entry, scratch);
+  if (x.target[entry] >= 0) return x.target[entry];
+  if (!changes_anything(x, entry)) return choose(logits, vocab_size, most, sampling, index, entry, scratch);
+  float left = change_logits(logits, vocab_size, x, entry, true, scratch);
+  if (!is_finite(left)) left = change_logits(logits, vocab_size, x, entry, false, scratch);
+  if (is_finite(left)) return choose(scratch.changed, vocab_size, left, sampling, index, entry, scratch);
+  find_maxima(logits, vocab_size, scratch.small_max);
+  return choose(logits, vocab_size, most, sampling, index, entry, scratch);
 }
 
 }  // namespace
@@ -422,11 +577,9 @@ int32_t sample(const float* logits, int64_t vocab_size, const Sampling& sampling
   const float most = largest_of(scratch.small_max, ceil_div(vocab_size, kSmall));
   if (!is_finite(most)) return -1;
 
-  const float temperature = sampling.temperature[index];
-  const float scaled_most = most / temperature;
-  const int32_t token = temperature > 0.0f && is_finite(scaled_most)
-      ? draw_token(logits, vocab_size, temperature, scaled_most, sampling, index, scratch)
-      : first_equal(logits, vocab_size, scratch.small_max, most);
+  const int64_t entry = sampling.entry_of == nullptr ? -1 : sampling.entry_of[index];
+  const int32_t token = entry < 0 ? choose(logits, vocab_size, most, sampling, index, -1, scratch)
+                                  : sample_with_extras(logits, vocab_size, most, sampling, index, entry, scratch);
   if (sampling.wants_logprob[index]) *logprob = log_probability(logits, vocab_size, most, token, scratch.block_sum);
   return token;
 }

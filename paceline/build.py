@@ -3,6 +3,7 @@ handed what it needs."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import __version__
+from . import __version__, logs
 from .clock import WallClock
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .engine import llm as llm_module
@@ -23,33 +24,25 @@ from .engine.events import AnyListener, EngineEvents
 from .engine.journal import Journal
 from .engine.journal_file import LineFile, check_writable
 from .engine.messages import Ready, RequestOutput
+from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError, ModelError
-from .kv.groups import KVBudget, KVGroup
+from .kv.groups import KVGroup
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
 from .model.chat_template import ChatTemplate, template_from_file
-from .model.decoder import (
-    estimated_weights_bytes,
-    num_active_weights,
-    num_matrix_weights,
-    record_decoder,
-    weights_bytes,
-)
+from .model.decoder import estimated_weights_bytes, record_decoder
 from .model.layer_groups import LayerGroup, layer_groups
 from .model.load_progress import LoadProgress
 from .model.loader import ModelFiles, open_model
 from .model.packing_errors import packing_error
 from .model.rope import rope_choice
-from .model.spec import ModelSpec
 from .ops.backends import make_backend
-from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
-from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .presets import engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_spec
 from .sched.admission import ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -173,7 +166,12 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
 
 
 def notice(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    """For a person: through the log where there is one."""
+    logger = logging.getLogger("paceline")
+    if logger.handlers:
+        logger.warning(text)
+    else:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, keep_logits: bool = False) -> Engine:
@@ -188,7 +186,7 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
     scheduler = build_scheduler(setup)
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
-    events = EngineEvents(_report_listener, (ForgetStops(stops),))
+    events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
     core = EngineCore(scheduler, executor, clock, events, stops)
     return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched), setup)
 
@@ -217,6 +215,18 @@ class ForgetStops:
 
     def on_request_finished(self, output: RequestOutput) -> None:
         self._stops.forget((output.request_id,))
+
+
+class TellFailures:
+    """Says which requests a step failed, and why: their clients are told that it is not their fault."""
+
+    def on_step(self, plan: SchedulerOutput, result: StepResult) -> None:
+        for row in result.rows:
+            if row.failure is not None:
+                notice(f"step {result.step_id}: {row.request_id} ends with an error: {row.failure}")
+
+    def on_request_finished(self, output: RequestOutput) -> None:
+        pass
 
 
 def _report_listener(listener: AnyListener, failure: Exception) -> None:
@@ -280,6 +290,12 @@ def with_journal(engine: Engine, config: EngineConfig) -> Engine:
     return replace(engine, journal=journal)
 
 
+def load_engine_logged(config: EngineConfig, log_format: str, log_level: str) -> Engine:
+    """The same in a process of its own, whose log is to look like its front's."""
+    logs.configure(log_format, log_level)
+    return load_engine(config)
+
+
 def draw_seed() -> int:
     """The injected source of seeds for requests that bring none: 63 random bits."""
     return secrets.randbits(63)
@@ -303,8 +319,12 @@ def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> ll
 
 
 def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
-    transport = choose(TRANSPORTS, server.transport, "transport")(partial(load_engine, config))
-    return AsyncEngine(transport, partial(served_model, config.model), server.max_queue)
+    load = partial(load_engine, config)
+    if server.transport == "process":
+        load = partial(load_engine_logged, config, server.log_format, server.log_level)
+    transport = choose(TRANSPORTS, server.transport, "transport")(load)
+    return AsyncEngine(transport, partial(served_model, config.model), QueueLimits.of(server), WallClock(),
+                       server.step_timeout_seconds or None)
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
@@ -329,53 +349,3 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     info = {"block_size": str(config.cache.block_size), "kv_dtype": config.model.kv_dtype,
             "prefix_cache": config.cache.prefix_cache}
     return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), info)
-
-
-def parameter_counts(spec: ModelSpec) -> dict[str, int]:
-    """Weights of matrices; where there are experts, also those that one token meets."""
-    counts = {"parameters": num_matrix_weights(spec)}
-    if spec.num_experts:
-        counts |= {"active_parameters": num_active_weights(spec), "experts": spec.num_experts,
-                   "experts_per_token": spec.experts_per_token}
-    return counts
-
-
-def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
-    check_names(config)
-    template = chat_template(config.model)
-    loaded = load_model(config.model)
-    spec, groups = loaded.files.spec, kv_groups(loaded)
-    kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
-    budget = KVBudget(kv.num_blocks, kv.block_size, groups, config.scheduler.max_num_batched_tokens)
-    reach = budget.num_tokens_that_fit(loaded.max_model_len)
-    available = available_memory_bytes()    # with the weights loaded
-    return {
-        "model": {
-            "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
-            "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
-            **parameter_counts(spec),
-            "chat_template": config.model.chat_template or ("none" if template is None else "the model's own"),
-            "system_fingerprint": loaded.fingerprint,
-        },
-        "memory": {
-            **{f"{form}_weights_bytes": size for form, size in sorted(loaded.weight_forms.items())},
-            "tables_bytes": weights_bytes(loaded.program) - sum(loaded.weight_forms.values()),
-            "kv_pool_bytes": kv.num_blocks * kv.bytes_per_block, "kv_blocks": kv.num_blocks,
-            "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token * len(groups),
-            "kv_layer_groups": [{"window": group.window, "layers": len(group.layers)} for group in loaded.groups],
-            "kv_tokens_that_fit": kv.num_blocks // len(groups) * kv.block_size, "longest_request_tokens": reach,
-            "full_length_requests_that_fit": kv.num_blocks // budget.blocks_needed(reach) if reach else 0,
-            "memory_available_bytes": available,
-            "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
-            "pool_fits_memory": available is None or kv_bytes(kv) <= available,
-        },
-        "packing": {"conversions": loaded.conversions},
-        "processor": {
-            "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
-            "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),
-        },
-        "schedule": {name: getattr(config.scheduler, name) for name in config.scheduler.__dataclass_fields__}
-        | {"prefix_cache": config.cache.prefix_cache},
-    }

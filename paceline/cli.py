@@ -18,6 +18,20 @@ from .errors import ConfigError, EngineError, ModelError, RequestError
 from .presets import PRESETS, engine_config
 
 Group = (type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[JournalConfig] | type[ServerConfig])
+SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("top_k", int, "draw from the k likeliest tokens (default: all)"),
+    ("top_p", float, "draw from this share of probability (default: 1)"),
+    ("min_p", float, "least probability, as a share of the likeliest token's (default: 0)"),
+    ("typical_p", float, "draw from this share of probability, the most typical tokens first (default: 1)"),
+    ("repetition_penalty", float, "on tokens of prompt and output; above 1 discourages (default: 1)"),
+    ("presence_penalty", float, "off the logit of tokens the output has (default: 0)"),
+    ("frequency_penalty", float, "the same, times how often it has them (default: 0)"),
+    ("min_tokens", int, "generate so many before an end counts (default: 0)"),
+    ("seed", int, "makes a draw repeatable (default: a random one, reported)"),
+    ("logprobs", int, "with --json: each token's log-probability and those of so many best ones, 0 to 20"),
+    ("prompt_logprobs", int, "with --json: the same of the prompt's tokens"),
+    ("truncate_prompt_tokens", int, "keep the last so many tokens of the prompt; -1: as many as leave room"),
+)
 ENGINE_GROUPS: tuple[Group, ...] = (ModelConfig, CacheConfig, SchedulerConfig)
 
 
@@ -55,11 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_knobs(generate, JournalConfig)
     generate.add_argument("prompt", help="the text to continue, or with --chat the user's message")
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
-    generate.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (default: 128)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    generate.add_argument("--top-k", type=int, help="draw from the k likeliest tokens (default: all)")
-    generate.add_argument("--top-p", type=float, default=1.0, help="draw from this share of probability (default: 1)")
-    generate.add_argument("--seed", type=int, help="makes a draw repeatable (default: a random one, reported)")
+    _add_sampling(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_journal_commands(commands)
     _add_bench(commands)
@@ -114,6 +124,26 @@ def _command(commands: Any, name: str, run: Any, help: str) -> argparse.Argument
     return command
 
 
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    """Flags of SamplingParams; what they may be is checked where the library checks it."""
+    command.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most (default: 128)")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    for name, kind, text in SAMPLING_FLAGS:
+        metavar = name.split("_")[-1].upper()
+        command.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
+    command.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    command.add_argument("--bad-words", action="append", metavar="WORD",
+                         help="never complete this word's tokens; may be repeated")
+    command.add_argument("--logit-bias", action="append", type=_bias, metavar="ID:BIAS",
+                         help="added to a token's logit, -100 to 100; may be repeated")
+    command.add_argument("--ignore-eos", action="store_true", default=None, help="generate past the end of the text")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    return int(token_id), float(bias)
+
+
 def _declared(group: Group, name: str) -> Any:
     return next(field for field in fields(group) if field.name == name)
 
@@ -161,7 +191,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from .build import build_llm
 
-    sampling = {name: getattr(arguments, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    names = ("max_tokens", "temperature", "stop", "bad_words", "logit_bias", "ignore_eos",
+             *(name for name, _, _ in SAMPLING_FLAGS))
+    sampling = {name: getattr(arguments, name) for name in names}
     with build_llm(configured(arguments)) as llm:
         if arguments.chat:
             completion = llm.chat([[{"role": "user", "content": arguments.prompt}]], show_progress=False, **sampling)[0]
@@ -174,13 +206,11 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from .build import describe
+    from .info import describe, describe_quality
 
     config = configured(arguments)
     facts = describe(config)
     if arguments.quality:
-        from .info import describe_quality
-
         facts |= describe_quality(config.model)
     _put(json.dumps(facts) if arguments.json else _ledger(facts))
     return 0

@@ -113,18 +113,45 @@ class ServerConfig:
     port: int = knob(8000, "TCP port; 0 takes a free one", least=0, most=65535)
     served_model_name: str | None = knob(None, "name clients use, aliases after commas; default: the MODEL argument")
     transport: str = knob("thread", "where the engine loop runs: thread or process", choices=("thread", "process"))
-    max_queue: int = knob(1024, "choices accepted and unfinished before 429", least=1)
+    max_queue: int = knob(1024, "choices accepted and unfinished before new ones are refused", least=1)
+    max_queue_tokens: int | None = knob(None, "the same limit in prompt tokens; default: none", least=1)
+    max_queue_per_tenant: int | None = knob(None, "choices of one tenant accepted and unfinished; default: no limit",
+                                            least=1)
+    max_queue_tokens_per_tenant: int | None = knob(None, "prompt tokens of one tenant accepted and unfinished; "
+                                                   "default: no limit", least=1)
+    overload_status: int = knob(429, "HTTP status of a request refused because the queue is full", choices=(429, 503))
     max_body_bytes: int = knob(16 << 20, "largest request body; larger ones get 413", least=1024)
     max_json_depth: int = knob(64, "deepest nesting of a request body", least=4, most=512)
     grace_seconds: float = knob(30.0, "after SIGTERM, seconds for running requests to finish", least=0.0)
     stall_seconds: float = knob(120.0, "health turns 503 when work waits and no step ended for this long", least=1.0)
+    step_timeout_seconds: float = knob(600.0, "a step that runs longer ends the engine and the process, with a stack "
+                                       "dump; 0: never", least=0.0)
     strict_fields: bool = knob(False, "refuse unknown request fields instead of listing them in x-paceline-ignored")
     trust_request_chat_template: bool = knob(False, "let a request bring a chat template of its own (chat_template)")
     strict_max_tokens: bool = knob(False, "refuse max_tokens beyond the context instead of lowering it")
-    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version")
+    api_key: str | None = knob(None, "require this key on every route except /health, /ping and /version; other users "
+                               "of the machine see it in its list of processes, so better PACELINE_API_KEY or a file")
+    api_key_file: str | None = knob(None, "file of keys, one a line, the name of its tenant after it if it has one")
+    admin_key: str | None = knob(None, "key of the routes under /admin, which are closed without one; or "
+                                 "PACELINE_ADMIN_KEY")
+    open_metrics: bool = knob(False, "answer /metrics without a key")
+    log_format: str = knob("text", "form of the log on standard error", choices=("text", "json"))
+    log_level: str = knob("info", "least level that is logged; info has one line a request, without its text",
+                          choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def max_call_choices(self) -> int:
+        """A call with more choices than this can never be accepted."""
+        return min(self.max_queue, self.max_queue_per_tenant or self.max_queue)
+
+    @property
+    def max_call_tokens(self) -> int | None:
+        """The same for the tokens of its prompts."""
+        limits = [limit for limit in (self.max_queue_tokens, self.max_queue_tokens_per_tenant) if limit is not None]
+        return min(limits, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

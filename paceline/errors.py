@@ -1,7 +1,8 @@
 """The kinds of failure, each with one mechanism.
 
 The caller's mistake is a typed exception raised before anything is queued. Scarcity is not an error: it is a
-`Refusal` value in the plan, and the request waits. A bug of ours is an InvariantError, which nobody catches.
+`Refusal` value in the plan, and the request waits. A row without a usable token is no exception either: it is a
+`RowResult.failure`, which ends that one request. A bug of ours is an InvariantError, which nobody catches.
 """
 
 from __future__ import annotations
@@ -51,19 +52,12 @@ class Unsupported(RequestError):
 
 
 class Overloaded(EngineError):
-    """The queue is full: HTTP 429 with Retry-After."""
+    """The queue is full: HTTP 429 (or 503) with Retry-After. `limit` is the knob that said no."""
 
-    def __init__(self, message: str, retry_after_seconds: int) -> None:
+    def __init__(self, message: str, retry_after_seconds: int, limit: str = "max_queue") -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-
-
-class StepFailed(EngineError):
-    """A step computed no usable token for some requests, e.g. their logits were not finite. Names them."""
-
-    def __init__(self, request_ids: tuple[str, ...], reason: str) -> None:
-        super().__init__(f"{reason}: {', '.join(request_ids)}")
-        self.request_ids = request_ids
+        self.limit = limit
 
 
 class EngineDead(EngineError):

@@ -26,6 +26,7 @@ from paceline.sched.plan import (
     SamplingRef,
     ScheduledRequest,
     SchedulerOutput,
+    ScoredToken,
     StepResult,
     TransferKind,
 )
@@ -36,6 +37,7 @@ from paceline.sched.scheduler import Scheduler
 VOCAB_SIZE = 64
 EOS = 0
 POISON = (-1, -1, -1)
+SAMPLING_FIELDS = ("seed", "stop_token_ids", "ignore_eos", "min_tokens", "stop", "prompt_logprobs")
 
 Slot = tuple[int, int, int]
 
@@ -58,6 +60,7 @@ class ShadowExecutor:
         self.steps: list[SchedulerOutput] = []
         self._unreported: list[tuple[int, int]] = []    # (step to report in, transfer id)
         self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}    # rebuilt from plans
+        self.failing: set[str] = set()    # rows of these requests give no token and leave garbage
 
     def kv_layout(self) -> KVLayout:
         return KVLayout(num_blocks=len(self.slots), block_size=self.block_size, bytes_per_block=1)
@@ -78,8 +81,10 @@ class ShadowExecutor:
         for row in plan.rows:
             self._poison_beyond(row)
         for row in plan.rows:
-            self._write(row)
-        rows = tuple(self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
+            if row.request_id not in self.failing:    # else what it was to write stays poison
+                self._write(row)
+        rows = tuple(RowResult(row.request_id, failure="made to") if row.request_id in self.failing
+                     else self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
         done = tuple(transfer_id for step_id, transfer_id in self._unreported if step_id <= plan.step_id)
         self._unreported = [entry for entry in self._unreported if entry[0] > plan.step_id]
         return StepResult(plan.step_id, rows, duration_seconds=0.01, transfers_done=done)
@@ -119,10 +124,20 @@ class ShadowExecutor:
         for offset in row.logits_offsets:
             assert row.sampling is not None
             position = row.num_computed_tokens + offset
-            slots = [self._read(table, at) for group, table in zip(self.groups, self._row_tables(row), strict=True)
-                     for at in self._visible(group, position)]
-            tokens.append(draw(slots, row.sampling, position + 1))
-        return RowResult(row.request_id, tuple(tokens))
+            tokens.append(draw(self._all_read(row, position), row.sampling, position + 1))
+        return RowResult(row.request_id, tuple(tokens), scored=self._score(row))
+
+    def _all_read(self, row: ScheduledRequest, position: int) -> list[Slot]:
+        return [self._read(table, at) for group, table in zip(self.groups, self._row_tables(row), strict=True)
+                for at in self._visible(group, position)]
+
+    def _score(self, row: ScheduledRequest) -> tuple[ScoredToken, ...]:
+        """A made-up log-probability of all that was read before the token, and of the token."""
+        if row.scored is None:
+            return ()
+        first = row.num_computed_tokens + row.scored.first_offset
+        return tuple(ScoredToken(token_id, -float(hash((tuple(self._all_read(row, position)), token_id)) % 1000))
+                     for position, token_id in enumerate(row.scored.token_ids, first))
 
 
 def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival") -> Policies:
@@ -139,11 +154,11 @@ def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival") -> Pol
 def make_request(request_id: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, **fields: object) -> Request:
     """`prompt` is token ids, or how many to make up: equal lengths give equal prefixes only with equal `salt`.
 
-    Fields of SamplingParams (seed, stop_token_ids, ignore_eos) and of Request are told apart by name.
+    Fields of SamplingParams (those in SAMPLING_FIELDS) and of Request are told apart by name.
     """
     salt = int(fields.pop("salt", 0))    # type: ignore[call-overload]
     tokens = prompt if isinstance(prompt, tuple) else tuple((7 * i + 13 * salt) % 50 + 1 for i in range(prompt))
-    named = {name: fields.pop(name) for name in ("seed", "stop_token_ids", "ignore_eos") if name in fields}
+    named = {name: fields.pop(name) for name in SAMPLING_FIELDS if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, **named)    # type: ignore[arg-type]
     fields.setdefault("arrival_time", 0.0)
     return Request(request_id=request_id, prompt_token_ids=tokens, sampling=sampling, **fields)    # type: ignore[arg-type]
@@ -201,6 +216,8 @@ class Stage:
         self.executor = ShadowExecutor(setup.num_blocks, setup.block_size, setup.transfer_delay, setup.groups)
         self.now = 0.0
         self.tokens: dict[str, list[int]] = {}
+        self.scores: dict[str, list[ScoredToken]] = {}
+        self.outputs: list[RequestOutput] = []
         self.finished: dict[str, RequestOutput] = {}
         self.plans: list[SchedulerOutput] = []
 
@@ -245,14 +262,24 @@ class Stage:
 
     def abort(self, *request_ids: str) -> None:
         outputs = self.scheduler.abort(request_ids, self.now)
-        self.events.record(lambda recorder: recorder.on_ended(request_ids, self.now, tuple(outputs)))
+        self.events.record(lambda recorder: recorder.on_aborted(request_ids, self.now, tuple(outputs)))
+        self.note(outputs)
+        self.scheduler.check()
+
+    def expire(self) -> None:
+        outputs = self.scheduler.expire(self.now)
+        self.events.record(lambda recorder: recorder.on_expired(self.now, tuple(outputs)))
         self.note(outputs)
         self.scheduler.check()
 
     def note(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.finished, "news of a request that had ended"
+            self.outputs.append(output)
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.prompt_logprobs:
+                assert not self.tokens[output.request_id] or output.token_ids, "scores after a token"
+                self.scores.setdefault(output.request_id, []).extend(output.prompt_logprobs)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output
 
@@ -274,6 +301,10 @@ class Stage:
 
 def solo(request: Request, setup: Setup) -> list[int]:
     """What the request generates alone in a roomy engine that reuses nothing."""
+    return solo_stage(request, setup).tokens["solo"]
+
+
+def solo_stage(request: Request, setup: Setup) -> Stage:
     alone = Request(
         request_id="solo",
         prompt_token_ids=request.prompt_token_ids,
@@ -290,4 +321,4 @@ def solo(request: Request, setup: Setup) -> list[int]:
                     max_num_seqs=1, transfer_delay=0)
     stage = Stage(roomy)
     stage.add(alone)
-    return stage.run().tokens["solo"]
+    return stage.run()

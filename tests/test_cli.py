@@ -82,6 +82,13 @@ MISTAKES = [
     (("generate", MODEL, "hi", "--top-k", "0"), "top_k"),
     (("generate", MODEL, "hi", "--top-p", "1.5"), "top_p"),
     (("generate", MODEL, "hi", "--seed", str(1 << 63)), "seed"),
+    (("generate", MODEL, "hi", "--min-p", "2"), "min_p"),
+    (("generate", MODEL, "hi", "--repetition-penalty", "0"), "repetition_penalty"),
+    (("generate", MODEL, "hi", "--logit-bias", "5:101"), "logit_bias"),
+    (("generate", MODEL, "hi", "--logit-bias", "five:1"), "logit-bias"),
+    (("generate", MODEL, "hi", "--bad-words", " "), "bad_words"),
+    (("generate", MODEL, "hi", "--min-tokens", "999"), "min_tokens"),
+    (("generate", MODEL, "hi", "--truncate-prompt-tokens", "0"), "truncate_prompt_tokens"),
     (("generate", MODEL, ""), "prompt"),
     (("generate", MODEL, "word " * 200, *SMALL), "128"),
     (("generate", MODEL, "hi", "--num-kv-blocks", "999999999"), "blocks fit"),
@@ -196,6 +203,27 @@ def test_the_sampling_flags_change_the_draw(capsys) -> None:
     assert run(*drawn, capsys=capsys)[1] != greedy != run(*base, "--chat", capsys=capsys)[1]
     assert run(*drawn, "--top-k", "1", capsys=capsys)[1] == run(*drawn, "--top-p", "1e-6", capsys=capsys)[1] == greedy
     assert run(*drawn, "--seed", "2", capsys=capsys)[1] != run(*drawn, capsys=capsys)[1]
+
+
+def test_every_sampling_flag_reaches_the_engine(capsys) -> None:
+    base = ("generate", MODEL, "The capital of France is", "--max-tokens", "8", "--num-kv-blocks", "512")
+    plain = run(*base, capsys=capsys)[1]
+    assert "Paris" in plain
+    for flags in (("--bad-words", "Paris"), ("--stop", "Par"), ("--logit-bias", "28:100"),
+                  ("--repetition-penalty", "50"), ("--truncate-prompt-tokens", "1")):
+        assert run(*base, *flags, capsys=capsys)[1] != plain, flags
+    hot = (*base, "--temperature", "2", "--seed", "5")
+    for flags in (("--min-p", "1"), ("--typical-p", "1e-9"), ("--frequency-penalty", "2"),
+                  ("--presence-penalty", "-2")):
+        assert run(*hot, *flags, capsys=capsys)[1] != run(*hot, capsys=capsys)[1], flags
+
+
+def test_json_brings_log_probabilities_where_asked_for(capsys) -> None:
+    argv = ("generate", MODEL, "The sea", "--max-tokens", "3", "--num-kv-blocks", "512", "--json")
+    answer = json.loads(run(*argv, "--logprobs", "2", "--prompt-logprobs", "1", "--ignore-eos", capsys=capsys)[1])
+    assert len(answer["logprobs"]) == 3 and [len(top) for top in answer["top_logprobs"]] == [2] * 3
+    assert [one["token_id"] for one in answer["prompt_logprobs"]] and answer["num_prompt_tokens"] == 2
+    assert json.loads(run(*argv, capsys=capsys)[1])["logprobs"] is None
 
 
 def test_a_pool_smaller_than_the_context_says_so_and_runs(capsys) -> None:

@@ -123,7 +123,7 @@ def test_the_same_policies_by_rule_plan_what_was_planned_or_nearly(journal: Path
     own, other = facts["columns"]["own_by_rule"], facts["columns"]["other_by_rule"]
     assert facts["is_counterfactual"] and facts["changed"] == {} and own == other
     recorded = facts["columns"]["journal"]
-    for name in ("finished", "aborted", "steps", "preemptions"):
+    for name in ("finished", "cut_short", "steps", "preemptions"):
         assert own[name] == recorded[name]
 
 

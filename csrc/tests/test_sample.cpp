@@ -22,7 +22,8 @@ struct Drawn {
 };
 
 // Draws as row `index` of a batch whose other rows hold other parameters.
-Drawn draw(const KernelTable& table, const std::vector<float>& logits, const Params& p, int index = 0) {
+Drawn draw(const KernelTable& table, const std::vector<float>& logits, const Params& p, int index = 0,
+           const SamplingExtras* extras = nullptr, const int32_t* entry_of = nullptr) {
   const size_t rows = static_cast<size_t>(index) + 2, at = static_cast<size_t>(index);
   std::vector<float> temperature(rows, 0.3f), top_p(rows, 0.5f);
   std::vector<int32_t> top_k(rows, 2);
@@ -38,7 +39,8 @@ Drawn draw(const KernelTable& table, const std::vector<float>& logits, const Par
   choice_index[at] = p.choice_index;
   wants_logprob[at] = 1;
   const Sampling sampling = {temperature.data(),  top_k.data(),        top_p.data(),    seed.data(),
-                             prompt_index.data(), choice_index.data(), position.data(), wants_logprob.data()};
+                             prompt_index.data(), choice_index.data(), position.data(), wants_logprob.data(),
+                             extras,              entry_of};
   const int64_t vocab_size = static_cast<int64_t>(logits.size());
   std::vector<uint8_t> scratch(table.sample_scratch_bytes(vocab_size) + 64, 0xee);    // whatever an earlier row left
   void* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
@@ -159,6 +161,60 @@ void test_own_row_only(const KernelTable& table, int64_t vocab_size) {
   check.expect(least > 40, "seed, position, choice and prompt index must each change the draw: %d of 60", least);
 }
 
+// One row with everything: what may be drawn is worked out by hand, and the best tokens are those of the row as it came.
+void test_extras(const KernelTable& table, int64_t vocab_size) {
+  Check check(std::string(table.name) + " extras " + std::to_string(vocab_size));
+  Random random(static_cast<uint64_t>(vocab_size));
+  std::vector<float> logits(static_cast<size_t>(vocab_size));
+  for (float& logit : logits) logit = static_cast<float>(random.below(200)) * 0.01f - 4.0f;
+  logits[3] = 5.0f;     // banned
+  logits[5] = 4.5f;     // in the output twice: 4.5 / 1.5 - 2 * 0.6 - 0.3 = 1.5
+  logits[7] = 4.4f;     // biased down by 3
+  logits[9] = 2.0f;     // the largest that is left
+  logits[11] = 1.9f;    // drawn too, above min_p
+  const std::vector<int32_t> zero_then(2, 0), rows = {1}, ids5 = {5, 5, 5}, history_starts = {0, 3}, banned_starts = {0, 1},
+                             banned = {3}, biased = {7}, one = {1}, three = {3}, none = {-1};
+  const std::vector<float> bias = {-3.0f}, min_p = {0.8f}, typical = {1.0f}, repetition = {1.5f}, presence = {0.3f},
+                           frequency = {0.6f};
+  std::vector<int32_t> top_ids(3, -1), entry_of = {-1, 0};
+  std::vector<float> top_logprobs(3, 0.0f);
+  SamplingExtras extras{};
+  extras.count = 1;
+  extras.rows = rows.data();
+  extras.min_p = min_p.data();
+  extras.typical_p = typical.data();
+  extras.repetition_penalty = repetition.data();
+  extras.presence_penalty = presence.data();
+  extras.frequency_penalty = frequency.data();
+  extras.num_prompt = one.data();
+  extras.num_top = three.data();
+  extras.target = none.data();
+  extras.history = {history_starts.data(), ids5.data()};
+  extras.allowed = {zero_then.data(), banned.data()};
+  extras.banned = {banned_starts.data(), banned.data()};
+  extras.biased = {banned_starts.data(), biased.data()};
+  extras.bias = bias.data();
+  extras.top_width = 3;
+  extras.top_ids = top_ids.data();
+  extras.top_logprobs = top_logprobs.data();
+  int num_nine = 0, num_eleven = 0;
+  for (uint64_t position = 0; position < 200; ++position) {
+    Params p;
+    p.position = position;
+    const int32_t token = draw(table, logits, p, 1, &extras, entry_of.data()).token;
+    num_nine += token == 9;
+    num_eleven += token == 11;
+  }
+  check.expect(num_nine + num_eleven == 200 && num_nine > 60 && num_eleven > 60, "drew %d and %d", num_nine, num_eleven);
+  const double total = log_sum(logits);
+  for (int i = 0; i < 3; ++i) {
+    const int32_t expected = 3 + 2 * i;
+    check.expect(top_ids[static_cast<size_t>(i)] == expected, "best %d is %d", i, top_ids[static_cast<size_t>(i)]);
+    const double logprob = static_cast<double>(logits[static_cast<size_t>(expected)]) - total;
+    check.expect(std::fabs(static_cast<double>(top_logprobs[static_cast<size_t>(i)]) - logprob) < 1e-5, "logprob %d", i);
+  }
+}
+
 }  // namespace
 
 void test_sample(const KernelTable& table) {
@@ -178,6 +234,7 @@ void test_sample(const KernelTable& table) {
   test_distribution(table, "top_k 12 and top_p 0.8", p, 40, 1.5f);
   test_own_row_only(table, 1000);
   test_own_row_only(table, 49152);
+  for (int64_t vocab_size : {17, 100, 4099, 49152}) test_extras(table, vocab_size);
 }
 
 }  // namespace paceline::test

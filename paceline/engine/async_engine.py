@@ -1,24 +1,28 @@
-"""The engine as an asyncio program sees it: submit a message, iterate what comes back. Owns the open streams and the
-queue limit; knows no HTTP and no tensors. Everything here runs on the event loop's thread."""
+"""The engine as an asyncio program sees it: submit a message, iterate what comes back. Owns the open streams, the queue
+limits and the watch over steps that hang; knows no HTTP and no tensors. All of it runs on the event loop's thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import math
-import time
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, EngineDead, EngineError, Overloaded
+from ..clock import Clock
+from ..errors import ConfigError, EngineDead, EngineError
 from ..sched.choices import choice_id
 from .messages import Abort, Died, EngineStats, News, Outputs, Ready, Rejected, RequestOutput, Stop, Stopped, Submit
+from .queue_limits import Load, QueueGate, QueueLimits
 from .transport import Transport
 
 OnOutputs = Callable[[Outputs], None]
 LOGGER = logging.getLogger("paceline.engine")
+MAX_UNREAD_NEWS = 32      # steps the engine may be ahead of the event loop: bounds memory when clients are many
+MAX_LOOK_SECONDS = 5.0    # between two looks whether a step hangs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, engine: AsyncEngine, message: Submit) -> None:
         self.choice_ids = tuple(choice_id(message.request_id, i) for i in range(message.num_choices))
+        self.tenant, self.num_prompt_tokens = message.tenant, len(message.prompt_token_ids)
         self._engine = engine
         self._num_open = message.num_choices
         self._arrived: deque[RequestOutput | EngineError] = deque()
@@ -94,22 +99,32 @@ class RequestStream(AsyncIterator[RequestOutput]):
 class AsyncEngine:
     """One engine behind a transport. `state`: loading, ready, draining, dead or stopped."""
 
-    def __init__(self, transport: Transport, make_model: Callable[[Ready], ServedModel], max_queue: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        make_model: Callable[[Ready], ServedModel],
+        limits: QueueLimits,
+        clock: Clock,
+        step_timeout_seconds: float | None = None,
+    ) -> None:
         self.state = "loading"
         self.failure: Died | None = None           # why the engine is dead
         self.notices: tuple[str, ...] = ()
         self.layout: Ready | None = None
         self.stats: EngineStats | None = None
-        self.num_unfinished = 0                    # choices submitted and not finished
         self._model: ServedModel | None = None
         self._make_model = make_model
         self._transport = transport
-        self._max_queue = max_queue
+        self._clock = clock
+        self._gate = QueueGate(limits)
+        self._step_timeout_seconds = step_timeout_seconds
+        self._watch: asyncio.Task[None] | None = None
         self._streams: dict[str, RequestStream] = {}
         self._listeners: list[OnOutputs] = []
-        self._last_progress_at = time.monotonic()
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._last_progress_at = clock.now()
+        self._unread = threading.Semaphore(MAX_UNREAD_NEWS)
         self._changed = asyncio.Event()
+        self._has_died = asyncio.Event()
 
     @property
     def model(self) -> ServedModel:
@@ -117,6 +132,11 @@ class AsyncEngine:
         if self._model is None:
             raise EngineDead(f"the engine is {self.state}")
         return self._model
+
+    @property
+    def num_unfinished(self) -> int:
+        """Choices submitted and not finished."""
+        return self._gate.num_choices
 
     async def start(self) -> None:
         """Begins loading; returns at once. Await `ready()` for the end of it."""
@@ -130,7 +150,11 @@ class AsyncEngine:
                     model = self._make_model(news)
                 except Exception as failure:    # told like every other death of the engine
                     news = Died(f"{type(failure).__name__}: {failure}")
-            loop.call_soon_threadsafe(self._receive, news, model)
+            while not self._unread.acquire(timeout=1.0):    # the engine waits for a front that does not keep up
+                if loop.is_closed():
+                    return
+            with contextlib.suppress(RuntimeError):    # the loop is closed: nobody is left to be told
+                loop.call_soon_threadsafe(self._receive, news, model)
 
         self._transport.start(on_news)
 
@@ -145,21 +169,27 @@ class AsyncEngine:
         """Raises Overloaded when the queue is full, EngineDead when nothing can be served."""
         if self.state != "ready":
             raise EngineDead(f"the engine is {self.state}")
-        if self.num_unfinished + message.num_choices > self._max_queue:
-            raise Overloaded(
-                f"the queue is full: {self.num_unfinished} requests are unfinished, the limit is {self._max_queue}",
-                self._retry_after_seconds())
+        now = self._clock.now()
+        load = Load(message.tenant, message.num_choices, len(message.prompt_token_ids))
+        self._gate.check(load, now)
         if not self.num_unfinished:
-            self._last_progress_at = time.monotonic()
+            self._last_progress_at = now
         stream = RequestStream(self, message)
         self._streams.update(dict.fromkeys(stream.choice_ids, stream))
-        self.num_unfinished += message.num_choices
+        self._gate.enter(load)
         self._transport.send(message)
         return stream
 
+    def check_room(self) -> None:
+        """Raises Overloaded if no request at all would be accepted now."""
+        self._gate.check_any(self._clock.now())
+
     def is_stalled(self, limit_seconds: float) -> bool:
         """Work waits and no step has finished for that long."""
-        return self.num_unfinished > 0 and time.monotonic() - self._last_progress_at > limit_seconds
+        return self.num_unfinished > 0 and self._clock.now() - self._last_progress_at > limit_seconds
+
+    async def until_dead(self) -> None:
+        await self._has_died.wait()
 
     def add_listener(self, on_outputs: OnOutputs) -> None:
         """on_outputs is called on the event loop with every step's Outputs, after the streams got theirs."""
@@ -169,12 +199,17 @@ class AsyncEngine:
         """Takes nothing new; returns when everything accepted has finished, or the grace is over."""
         if self.state == "ready":
             self.state = "draining"
-        deadline = time.monotonic() + grace_seconds
-        while self.num_unfinished and self.state == "draining" and (left := deadline - time.monotonic()) > 0:
-            await self._wait_for_change(left)
+        try:
+            async with asyncio.timeout(grace_seconds):
+                while self.num_unfinished and self.state == "draining":
+                    await self._wait_for_change()
+        except TimeoutError:
+            return
 
     async def stop(self) -> None:
         """Ends the loop. Streams still open are told."""
+        if self._watch is not None:
+            self._watch.cancel()
         is_running = self.state in ("loading", "ready", "draining")
         if is_running:
             self.state = "stopped"
@@ -189,6 +224,9 @@ class AsyncEngine:
         stream._close(None)
 
     def _receive(self, news: News, model: ServedModel | None) -> None:
+        self._unread.release()
+        if self.state == "dead":
+            return    # everybody has been told; a loop that hung may have come back
         match news:
             case Outputs():
                 self._deliver(news)
@@ -196,60 +234,71 @@ class AsyncEngine:
                 self._model, self.layout, self.notices = model, news, news.notices
                 if self.state == "loading":
                     self.state = "ready"
+                    self._watch = asyncio.ensure_future(self._end_if_a_step_hangs())
             case Rejected():
                 if (stream := self._streams.get(news.request_id)) is not None:
                     self._forget(stream)
                     stream._close(news.error)
             case Died():
-                if self.state != "loading":    # else whoever awaits ready() is told
-                    LOGGER.error("paceline: the engine has died: %s", news.reason)
-                self.state, self.failure = "dead", news
-                self._close_streams(EngineDead(news.reason))
+                self._die(news)
             case Stopped():
                 self.state = "stopped"
         self._notify()
 
+    def _die(self, news: Died) -> None:
+        if self.state != "loading":    # else whoever awaits ready() is told
+            LOGGER.error("the engine has died: %s", news.reason)
+        self.state, self.failure = "dead", news
+        self._has_died.set()
+        self._close_streams(EngineDead(news.reason))
+
+    async def _end_if_a_step_hangs(self) -> None:
+        """A step that takes longer than the limit will not end: the engine is given up, with its stacks on stderr."""
+        limit = self._step_timeout_seconds
+        was_stalled = False
+        while limit is not None and self.state in ("ready", "draining"):
+            await asyncio.sleep(min(limit / 4, MAX_LOOK_SECONDS))
+            is_stalled = self.is_stalled(limit)
+            if is_stalled and was_stalled:    # twice: after a pause of this loop itself, news may lie unread
+                self._transport.give_up()
+                self._die(Died(f"a step has been running for more than {limit:g} seconds"))
+                self._notify()
+            was_stalled = is_stalled
+
     def _deliver(self, news: Outputs) -> None:
         self.stats = news.stats
-        self._last_progress_at = time.monotonic()
+        self._last_progress_at = self._clock.now()
         for output in news.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue    # aborted meanwhile
             if output.finish_reason is not None:
-                del self._streams[output.request_id]
-                self.num_unfinished -= 1
-                self._finish_times.append(self._last_progress_at)
+                self._leave(stream, (output.request_id,))
             stream._deliver(output)
         for listener in self._listeners:
             listener(news)
 
     def _forget(self, stream: RequestStream) -> None:
-        for request_id in stream.choice_ids:
-            if self._streams.pop(request_id, None) is not None:
-                self.num_unfinished -= 1
+        self._leave(stream, [request_id for request_id in stream.choice_ids if request_id in self._streams])
         self._notify()
+
+    def _leave(self, stream: RequestStream, choice_ids: Collection[str]) -> None:
+        """These choices of the stream take no place any more; its prompt goes with the last of them."""
+        for request_id in choice_ids:
+            del self._streams[request_id]
+        is_last = not any(request_id in self._streams for request_id in stream.choice_ids)
+        num_tokens = stream.num_prompt_tokens if is_last else 0
+        self._gate.leave(Load(stream.tenant, len(choice_ids), num_tokens), self._clock.now())
 
     def _close_streams(self, failure: EngineDead) -> None:
         for stream in set(self._streams.values()):
+            self._forget(stream)
             stream._close(failure)
-        self._streams.clear()
-        self.num_unfinished = 0
-
-    def _retry_after_seconds(self) -> int:
-        """Time for one place in the queue at the rate at which requests have lately finished; 1 to 60."""
-        if len(self._finish_times) < 2:
-            return 1
-        span_seconds = time.monotonic() - self._finish_times[0]
-        return max(1, min(60, math.ceil(span_seconds / len(self._finish_times))))
 
     def _notify(self) -> None:
         self._changed.set()
 
-    async def _wait_for_change(self, timeout_seconds: float | None = None) -> None:
+    async def _wait_for_change(self) -> None:
         self._changed.clear()
-        try:
-            await asyncio.wait_for(self._changed.wait(), timeout_seconds)
-        except TimeoutError:
-            return
+        await self._changed.wait()
 

@@ -1,8 +1,8 @@
 """One engine step: schedule, execute, update, tell. Owns nothing but their order; pure but for what is handed in.
 
-Whatever the executor raises goes up untouched and leaves the plan in flight: the loop around decides that the engine is
-dead and tells every stream. There is no half step to go back to. The clock is imported as a type only, since its module
-reads the wall clock.
+A row that failed is a value in the result and ends its own request. Whatever the executor raises goes up untouched and
+leaves the plan in flight: the loop around decides that the engine is dead and tells every stream. There is no half step
+to go back to. The clock is imported as a type only, since its module reads the wall clock.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ class EngineCore:
         """Ends these and all their choices; their last outputs come with the next step."""
         named, now = tuple(request_ids), self.clock.now()
         outputs = self.scheduler.abort(named, now)
-        self.events.record(lambda recorder: recorder.on_ended(named, now, tuple(outputs)))
-        self._ended_between_steps += outputs
-        self._tell_finished(outputs)
+        self.events.record(lambda recorder: recorder.on_aborted(named, now, tuple(outputs)))
+        self._note_ends(outputs)
 
     def has_work(self) -> bool:
         """Whether a step would run something or bring news."""
@@ -68,23 +67,31 @@ class EngineCore:
 
     def step(self) -> Outputs:
         """Runs one step, or only delivers news when nothing is left to run."""
+        now = self.clock.now()
+        if expired := self.scheduler.expire(now):
+            self.events.record(lambda recorder: recorder.on_expired(now, tuple(expired)))
+            self._note_ends(expired)
         if not self.scheduler.has_work():
             return Outputs(self._take_news(), self.scheduler.stats())
-        planned_at = self.clock.now()
-        plan = self.scheduler.schedule(planned_at)
-        self.events.record(lambda recorder: recorder.on_planned(plan, planned_at))
+        plan = self.scheduler.schedule(now)
+        self.events.record(lambda recorder: recorder.on_planned(plan, now))
         result = self.executor.collect(self.executor.submit(plan))
         if self._find_stops is not None:
             result = self._find_stops(plan, result)
         updated_at = self.clock.now()
         outputs = self.scheduler.update(plan, result, updated_at)
         stats = self.scheduler.stats()
-        step = StepRecord(plan, result, tuple(outputs), stats, planned_at, updated_at)
+        step = StepRecord(plan, result, tuple(outputs), stats, now, updated_at)
         self.events.step_done(plan, result)
         self.events.record(lambda recorder: recorder.on_landed(step))
         self._tell_finished(outputs)
         news = (*self._take_news(), *outputs)
         return Outputs(news, stats, plan.num_tokens, result.duration_seconds)
+
+    def _note_ends(self, outputs: list[RequestOutput]) -> None:
+        """Ends that no step brought."""
+        self._ended_between_steps += outputs
+        self._tell_finished(outputs)
 
     def _take_news(self) -> tuple[RequestOutput, ...]:
         news = tuple(self._ended_between_steps)

@@ -21,7 +21,7 @@ import numpy as np
 from ..errors import EngineError, RequestError
 from ..request import StopMatch
 from ..sched.outputs import RequestOutput, RequestTimeline
-from ..sched.plan import RowResult, ScheduledRequest, SchedulerOutput, StepResult
+from ..sched.plan import RowResult, ScheduledRequest, SchedulerOutput, ScoredToken, StepResult
 from ..sched.scheduler import Scheduler
 from ..sched.setup import SchedulerSetup
 from .core import request_of
@@ -31,6 +31,7 @@ from .journal_summary import percentile
 from .replay import FILLER, Journaled, MakeScheduler, StandIns, stand_in
 
 EMPTY_STEP_SECONDS = 0.001
+CUT_SHORT = ("abort", "timeout")    # ends that say nothing of how long the answer would have been
 MAX_EMPTY_STEPS = 1_000_000    # without anything to come: these policies would wait for ever
 UNKNOWN = FILLER - 1 - (1 << 62)    # from here down: tokens that complete a block the journal does not know
 RULE = ("recorded arrivals and output lengths; a step takes the median time of the journal's steps with as many decode "
@@ -117,7 +118,7 @@ class Scripted:
             raise EngineError("a journal with forks made through the library cannot be replayed under other policies")
         for end in line.get("ended", ()):
             self.ends.append(end)
-            self.script(end["request_id"]).ends = end["finish_reason"] != "abort"
+            self.script(end["request_id"]).ends = end["finish_reason"] not in CUT_SHORT
 
     def _step(self, line: Line) -> None:
         if not self.num_steps:
@@ -174,6 +175,7 @@ class Rehearsal:
             self.num_refused += 1
 
     def _step(self, now: float) -> tuple[SchedulerOutput, float]:
+        self.ends += self._scheduler.expire(now)
         plan = self._scheduler.schedule(now)
         seconds = self._script.times.of(plan)
         result = StepResult(plan.step_id, tuple(self._result(row) for row in plan.rows), seconds,
@@ -185,16 +187,18 @@ class Rehearsal:
         return plan, now + seconds
 
     def _result(self, row: ScheduledRequest) -> RowResult:
+        scored = (ScoredToken(FILLER, 0.0),) * row.num_scored
         if not row.logits_offsets:
-            return RowResult(row.request_id)
+            return RowResult(row.request_id, scored=scored)
         script = self._script.script(row.request_id)
         num_before = self._num_generated.get(row.request_id, 0)
         if script.ends and num_before >= script.num_tokens:    # stopped by its first token's text, or failed
-            return RowResult(row.request_id, stop=StopMatch())
+            return RowResult(row.request_id, stop=StopMatch(), scored=scored)
         self._num_generated[row.request_id] = num_before + 1
         num_known = row.num_computed_tokens + len(row.token_ids) + 1
         is_last = script.ends and num_before + 1 == script.num_tokens
-        return RowResult(row.request_id, (self._token(script, num_known),), stop=StopMatch() if is_last else None)
+        stop = StopMatch() if is_last else None
+        return RowResult(row.request_id, (self._token(script, num_known),), stop=stop, scored=scored)
 
     def _token(self, script: Script, num_known: int) -> int:
         if num_known % self._block_size:
@@ -226,12 +230,12 @@ def _rehearsed(run: Rehearsal) -> dict[str, Any]:
 
 def _column(ended: list[tuple[str, RequestTimeline]], num_steps: int, num_preemptions: int,
             num_refused: int) -> dict[str, Any]:
-    done = [timeline for reason, timeline in ended if reason != "abort"]
+    done = [timeline for reason, timeline in ended if reason not in CUT_SHORT]
     moments = {
         "queue": [one.first_scheduled_at - one.arrived_at for one in done if one.first_scheduled_at is not None],
         "ttft": [one.first_token_at - one.arrived_at for one in done if one.first_token_at is not None],
         "finish": [one.finished_at - one.arrived_at for one in done]}
-    facts: dict[str, Any] = {"finished": len(done), "aborted": len(ended) - len(done), "refused": num_refused}
+    facts: dict[str, Any] = {"finished": len(done), "cut_short": len(ended) - len(done), "refused": num_refused}
     for name, seconds in moments.items():
         facts |= {f"{name}_seconds_mean": fmean(seconds) if seconds else None,
                   f"{name}_seconds_p50": percentile(seconds, 50), f"{name}_seconds_p99": percentile(seconds, 99)}

@@ -9,7 +9,9 @@ One rule governs all text: whatever the split into pushes, the pieces of an Outp
 
 A stop string is found by the text alone: the first character that completes any stop string decides, of several the
 longest; how tokens cut the text does not matter. A stop string that spells a special token is matched by that token's
-id too, since the token is not part of the text. Work is constant per token and stop string.
+id too, since the token is not part of the text. A character of the first min_tokens tokens decides nothing, though a
+stop string may begin there. Stop strings are looked for in the whole text: no part of it is hidden from a client.
+Work is constant per token and stop string.
 
 StopFinder is the function handed to EngineCore; it runs between collect and update, so a stop is part of the result.
 """
@@ -23,11 +25,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ..model.tokenizer import Tokenizer
-from ..request import StopMatch
+from ..request import SamplingParams, StopMatch
 from ..sched.plan import RowResult, SchedulerOutput, StepResult
 
 
-class _Decoder(Protocol):
+class TextDecoder(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
@@ -88,6 +90,12 @@ class _WindowDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+def text_decoder(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> TextDecoder:
+    """Tokens to text one by one; a token's text may come with a later one, or with finish()."""
+    skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    return (_ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder)(tokenizer, skipped_ids)
+
+
 class _StopSearch:
     """One stop string, searched with its failure table (Knuth, Morris, Pratt): a few operations a character."""
 
@@ -102,6 +110,11 @@ class _StopSearch:
         if self.stop[self.num_matched] == char:
             self.num_matched += 1
         return self.num_matched == len(self.stop)
+
+    def go_on(self) -> None:
+        """A match that does not count: the next one may begin inside it."""
+        if self.num_matched == len(self.stop):
+            self.num_matched = self._fallback[-1]
 
 
 def _failure_table(stop: str) -> list[int]:
@@ -119,19 +132,27 @@ class OutputText:
     """The text of one choice while it grows. `stop` holds non-empty strings.
 
     push() returns what may be sent: neither an unfinished character nor anything that may turn out to be part of a
-    stop string. Once a stop string is found, pushes are void. num_text_chars counts this object's text, so with
-    skip_special_tokens=False take the cut from this object's own find_stop().
+    stop string. Once a stop string is found, pushes are void. A cut (StopMatch.num_text_chars) counts the text of an
+    object with the same parameters.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
-        skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        kind = _ByteLevelDecoder if tokenizer.is_byte_level else _WindowDecoder
-        self._decoder: _Decoder = kind(tokenizer, skipped_ids)
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True,
+                 min_tokens: int = 0, keeps_stop: bool = False) -> None:
+        self._decoder = text_decoder(tokenizer, skip_special_tokens)
+        self._num_unchecked = min_tokens
+        self._keeps_stop = keeps_stop
         self._searches = [_StopSearch(text) for text in stop]
         self._stop_of_id = {tokenizer.added_ids[text]: text for text in stop if text in tokenizer.added_ids}
+        if not skip_special_tokens:    # then they are text like any other
+            self._stop_of_id.clear()
         self._unsent = ""
         self._num_chars = 0             # of the whole text so far, sent or not
         self._match: StopMatch | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, params: SamplingParams) -> OutputText:
+        return cls(tokenizer, params.stop, params.skip_special_tokens, params.min_tokens,
+                   params.include_stop_str_in_output)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text these tokens make safe to send."""
@@ -152,17 +173,34 @@ class OutputText:
         self._append(self._decoder.finish())
         return self._release(self._num_chars if num_text_chars is None else min(num_text_chars, self._num_chars))
 
+    def end(self, token_ids: Sequence[int], stop: StopMatch | None) -> str:
+        """The rest, with a finished choice's last tokens. What stopped it, a string or a token's text, is left out
+        unless it is to be kept."""
+        if stop is None:
+            return self.push(token_ids) + self.finish()
+        if stop.token_id is not None and not self._keeps_stop and token_ids and token_ids[-1] == stop.token_id:
+            token_ids = token_ids[:-1]    # counted, but not shown
+        cut = stop.num_text_chars
+        if cut is not None and self._keeps_stop:
+            cut += len(stop.text or "")
+        return self.push(token_ids) + self.finish(cut)
+
     def _push_one(self, token_id: int) -> None:
         num_chars_before = self._num_chars
+        is_checked = self._num_unchecked <= 0
+        self._num_unchecked -= 1
         delta = self._decoder.push(token_id)
         self._append(delta)
         for index, char in enumerate(delta, start=1):
             completed = [search.stop for search in self._searches if search.is_completed_by(char)]
-            if completed:
+            if completed and not is_checked:
+                for search in self._searches:
+                    search.go_on()
+            elif completed:
                 text = max(completed, key=len)
                 self._match = StopMatch(text=text, num_text_chars=num_chars_before + index - len(text))
                 return
-        if token_id in self._stop_of_id:
+        if is_checked and token_id in self._stop_of_id:
             self._match = StopMatch(text=self._stop_of_id[token_id])    # no part of the text: all of it remains
 
     def _append(self, text: str) -> None:
@@ -174,13 +212,6 @@ class OutputText:
         num_released = max(end - (self._num_chars - len(self._unsent)), 0)
         released, self._unsent = self._unsent[:num_released], self._unsent[num_released:]
         return released
-
-
-def shown_token_ids(token_ids: Sequence[int], stop: StopMatch | None) -> Sequence[int]:
-    """A request's last tokens without the one that stopped it: that one is counted, its text is not shown."""
-    if stop is not None and stop.token_id is not None and token_ids and token_ids[-1] == stop.token_id:
-        return token_ids[:-1]
-    return token_ids
 
 
 OutputHistory = Callable[[str], Sequence[int] | None]
@@ -209,10 +240,11 @@ class StopFinder:
         self._texts: dict[str, OutputText] = {}
 
     def __call__(self, plan: SchedulerOutput, result: StepResult) -> StepResult:
-        stops = {row.request_id: row.sampling.params.stop for row in plan.rows if row.sampling}
-        if not any(stops.values()):
+        searched = {row.request_id: row.sampling.params for row in plan.rows
+                    if row.sampling is not None and row.sampling.params.stop}
+        if not searched:
             return result
-        rows = tuple(self._search(row, stops.get(row.request_id, ())) for row in result.rows)
+        rows = tuple(self._search(row, searched.get(row.request_id)) for row in result.rows)
         return dataclasses.replace(result, rows=rows)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -220,25 +252,24 @@ class StopFinder:
         for request_id in request_ids:
             self._texts.pop(request_id, None)
 
-    def _search(self, row: RowResult, stop: tuple[str, ...]) -> RowResult:
-        text = self._text_of(row.request_id, stop) if stop and row.token_ids else None
+    def _search(self, row: RowResult, params: SamplingParams | None) -> RowResult:
+        text = self._text_of(row.request_id, params) if params is not None and row.token_ids else None
         if text is None:
             return row
         for index, token_id in enumerate(row.token_ids, start=1):
             text.push((token_id,))
             match = text.find_stop()
             if match is not None:
-                logprobs = row.logprobs if row.logprobs is None else row.logprobs[:index]
-                return dataclasses.replace(row, token_ids=row.token_ids[:index], logprobs=logprobs, stop=match)
+                return dataclasses.replace(row.first(index), stop=match)
         return row
 
-    def _text_of(self, request_id: str, stop: tuple[str, ...]) -> OutputText | None:
+    def _text_of(self, request_id: str, params: SamplingParams) -> OutputText | None:
         text = self._texts.get(request_id)
         if text is None:
             history = self.history(request_id)
             if history is None:
                 return None
-            text = self._texts[request_id] = OutputText(self._tokenizer, stop)
+            text = self._texts[request_id] = OutputText.of(self._tokenizer, params)
             text.push(history)
         return text
 

@@ -46,8 +46,12 @@ class Recorder(Protocol):
         """The scheduler refused it; nothing has changed."""
         ...
 
-    def on_ended(self, request_ids: tuple[str, ...], now: float, outputs: tuple[RequestOutput, ...]) -> None:
-        """These were aborted, with the news that brought."""
+    def on_aborted(self, request_ids: tuple[str, ...], now: float, outputs: tuple[RequestOutput, ...]) -> None:
+        """These were named; outputs are the ends that it brought."""
+        ...
+
+    def on_expired(self, now: float, outputs: tuple[RequestOutput, ...]) -> None:
+        """Deadlines have come, and ended these."""
         ...
 
     def on_forked(self, parent_id: str, child: Submit, now: float) -> None: ...

@@ -118,8 +118,12 @@ class Journal:
         chain = self._chains[child.request_id] = self._chain(child)
         self._put_input({"event": "fork", "at": now, "parent_id": parent_id, "request": self._request(child, chain)})
 
-    def on_ended(self, request_ids: tuple[str, ...], now: float, outputs: tuple[RequestOutput, ...]) -> None:
+    def on_aborted(self, request_ids: tuple[str, ...], now: float, outputs: tuple[RequestOutput, ...]) -> None:
         self._put_input({"event": "abort", "at": now, "request_ids": request_ids, "ended": ends(outputs)})
+        self._forget(outputs)
+
+    def on_expired(self, now: float, outputs: tuple[RequestOutput, ...]) -> None:
+        self._put_input({"event": "expire", "at": now, "ended": ends(outputs)})
         self._forget(outputs)
 
     def on_switched(self, config: SchedulerConfig, now: float) -> None:

@@ -18,7 +18,7 @@ from .journal_lines import Line
 MAX_PENDING_LINES = 20_000      # some 60 MB at 32 rows a step: a disk that is so far behind will not catch up
 GATHER_SECONDS = 0.1            # lines that come within it are written together
 CLOSE_SECONDS = 10.0            # for the last lines
-EVENTS = {"header", "add", "refuse", "fork", "abort", "switch", "step", "lost"}
+EVENTS = {"header", "add", "refuse", "fork", "abort", "expire", "switch", "step", "lost"}
 
 
 class JournalDropped(EngineError):

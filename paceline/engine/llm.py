@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from operator import index
 from typing import Any
 
@@ -15,28 +16,33 @@ from tqdm import tqdm
 
 from ..clock import Clock
 from ..errors import RequestError
-from ..request import SamplingParams, StopMatch, check_sampling
+from ..request import SamplingParams, check_sampling
 from ..sched.choices import choice_id
 from ..sched.limits import Limits, check_fits
+from ..sched.plan import ScoredToken, TopLogprobs
 from .async_engine import ServedModel
 from .core import EngineCore
-from .detokenizer import OutputText, shown_token_ids
+from .detokenizer import OutputText
 from .messages import RequestOutput, Submit
+from .sampling import MAX_CHOICES, best_choices, check_best_of, params_from, truncated
 
 Prompt = str | Sequence[int]
-NUMBERS: dict[str, Callable[[Any], Any]] = {    # what a caller may bring from numpy, made plain
-    "max_tokens": index, "top_k": index, "seed": index, "temperature": float, "top_p": float}
+DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished choice. logprobs are raw (before temperature), one a token, when asked for."""
+    """One finished choice. Log-probabilities are raw (before temperature and whatever else changes logits), when asked
+    for: logprobs one a token, top_logprobs the best (token id, log-probability) at each, prompt_logprobs those of the
+    prompt's tokens but the first."""
 
     prompt_index: int
     choice_index: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
+    top_logprobs: tuple[TopLogprobs, ...] | None
+    prompt_logprobs: tuple[ScoredToken, ...] | None
     finish_reason: str
     seed: int
     num_prompt_tokens: int
@@ -54,6 +60,14 @@ class _Growing:
     seed: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list)    # the same list for all choices of a prompt
+
+    def take(self, output: RequestOutput) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.top_logprobs += output.top_logprobs or ()
+        self.prompt_logprobs.extend(output.prompt_logprobs)    # only choice 0 brings them
 
 
 class LLM:
@@ -83,17 +97,24 @@ class LLM:
         """Completes every prompt (text, or token ids) n times; results in order of prompt, then choice.
 
         Sampling parameters are the fields of SamplingParams, max_tokens 16 by default; a seed that is not given is
-        drawn for each prompt and reported. priorities, one a prompt, the lowest first, need an ordering or a victim
-        rule that reads them. Raises RequestError before anything runs.
+        drawn for each prompt and reported. logit_bias may be a mapping, bad_words text. best_of generates so many
+        choices and gives back the n with the highest log-probability per token, best first; truncate_prompt_tokens
+        keeps the last so many tokens of a prompt, -1 as many as leave room for max_tokens. priorities, one a prompt,
+        the lowest first, need an ordering or a victim rule that reads them. Raises RequestError before anything runs.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts: give a list of prompts, not one string", param="prompts")
-        if not 1 <= n <= 128:
-            raise RequestError(f"n: {n} is not allowed; it lies between 1 and 128", param="n")
-        submits = [self._submit(place, prompt, n, sampling) for place, prompt in enumerate(prompts)]
+        if not 1 <= n <= MAX_CHOICES:
+            raise RequestError(f"n: {n} is not allowed; it lies between 1 and {MAX_CHOICES}", param="n")
+        num_generated = check_best_of(sampling.pop("best_of", None), n)
+        asked = dict(sampling)
+        if num_generated > n and asked.get("logprobs") is None:
+            asked["logprobs"] = 0
+        submits = [self._submit(place, prompt, num_generated, asked) for place, prompt in enumerate(prompts)]
         if priorities is not None:
             submits = self._with_priorities(submits, priorities)
-        return self._run(submits, show_progress)
+        done = self._run(submits, show_progress)
+        return done if num_generated == n else _best(done, n, sampling.get("logprobs") is not None)
 
     def chat(self, conversations: Sequence[Sequence[Mapping[str, Any]]], *, n: int = 1, show_progress: bool = True,
              continue_final_message: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -122,41 +143,40 @@ class LLM:
 
     def _submit(self, place: int, prompt: Prompt, n: int, sampling: Mapping[str, Any]) -> Submit:
         name = f"prompts[{place}]"
-        if isinstance(prompt, str):
-            token_ids = tuple(self.model.tokenizer.encode(prompt, add_special_tokens=True))
-        else:
-            token_ids = _plain(name, _token_ids, prompt)
+        token_ids = self._token_ids(name, prompt)
+        asked = dict(sampling)
+        num_kept = asked.pop("truncate_prompt_tokens", None)
+        params = self._params(asked)
+        token_ids = truncated(token_ids, num_kept, self.model.max_model_len, params.max_tokens)
         if not token_ids:
             raise RequestError(f"{name}: no tokens to start from", param="prompts")
         if wrong := [token_id for token_id in token_ids if not 0 <= token_id < self.model.vocab_size]:
             raise RequestError(f"{name}: token id {wrong[0]} is not in the vocabulary of "
                                f"{self.model.vocab_size}", param="prompts")
-        params = self._params(len(token_ids), dict(sampling))
+        max_tokens = check_fits(len(token_ids), params.max_tokens, Limits(self.model.max_model_len))
+        params = replace(params, max_tokens=max_tokens)
         request_id = f"llm-{self._num_calls}-{place}"
-        return Submit(request_id=request_id, prompt_token_ids=token_ids, sampling=params, prompt_index=place,
-                      arrival_time=self._clock.now(), num_choices=n)
+        return Submit(request_id=request_id, prompt_token_ids=token_ids, sampling=params,
+                      prompt_index=place, arrival_time=self._clock.now(), num_choices=n)
 
-    def _params(self, num_prompt_tokens: int, sampling: dict[str, Any]) -> SamplingParams:
-        given = {name: value for name, value in sampling.items() if value is not None}
-        given.setdefault("max_tokens", 16)
-        given.setdefault("seed", self._draw_seed())
-        if isinstance(given.get("stop"), str):
-            given["stop"] = (given["stop"],)
-        kinds = NUMBERS | {"stop": _texts, "stop_token_ids": _token_ids}
-        given = {name: _plain(name, kinds[name], value) if name in kinds else value for name, value in given.items()}
+    def _token_ids(self, name: str, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.model.tokenizer.encode(prompt, add_special_tokens=True))
         try:
-            params = SamplingParams(**given)
+            return tuple(map(index, prompt))
         except TypeError as mistake:
-            raise RequestError(f"sampling: {mistake}") from mistake
+            raise RequestError(f"{name}: {prompt!r:.100} is of the wrong kind: {mistake}", param=name) from mistake
+
+    def _params(self, sampling: dict[str, Any]) -> SamplingParams:
+        given = {"max_tokens": DEFAULT_MAX_TOKENS, "seed": self._draw_seed()}
+        given |= {name: value for name, value in sampling.items() if value is not None}
+        params = params_from(given, self.model.tokenizer)
         check_sampling(params, self.model.vocab_size)
-        max_tokens = check_fits(num_prompt_tokens, params.max_tokens, Limits(self.model.max_model_len))
-        return replace(params, max_tokens=max_tokens)
+        return params
 
     def _run(self, submits: Sequence[Submit], show_progress: bool) -> list[Completion]:
         self._num_calls += 1
-        growing = {
-            choice_id(submit.request_id, choice): _Growing(submit.prompt_index, choice, submit.sampling.seed)
-            for submit in submits for choice in range(submit.num_choices)}
+        growing = {request_id: state for submit in submits for request_id, state in _growing_of(submit)}
         texts = {submit.prompt_index: submit for submit in submits}
         done: list[Completion] = []
         try:
@@ -168,8 +188,7 @@ class LLM:
                     interrupt_if_asked()
                     for output in self.core.step().outputs:
                         state = growing[output.request_id]
-                        state.token_ids.extend(output.token_ids)
-                        state.logprobs.extend(output.logprobs or ())
+                        state.take(output)
                         if output.finish_reason is not None:
                             done.append(self._completion(texts[state.prompt_index], state, output))
                             progress.update()
@@ -186,18 +205,36 @@ class LLM:
 
     def _completion(self, submit: Submit, state: _Growing, last: RequestOutput) -> Completion:
         assert last.finish_reason is not None and last.timeline is not None
+        asked, token_ids = submit.sampling, tuple(state.token_ids)
         return Completion(
             prompt_index=state.prompt_index, choice_index=state.choice_index,
-            text=self._text(submit, tuple(state.token_ids), last.stop),
-            token_ids=tuple(state.token_ids),
-            logprobs=tuple(state.logprobs) if submit.sampling.logprobs else None,
+            text=OutputText.of(self.model.tokenizer, asked).end(token_ids, last.stop),
+            token_ids=token_ids,
+            logprobs=tuple(state.logprobs) if asked.logprobs is not None else None,
+            top_logprobs=tuple(state.top_logprobs) if asked.logprobs else None,
+            prompt_logprobs=None if asked.prompt_logprobs is None else tuple(state.prompt_logprobs),
             finish_reason=last.finish_reason.value, seed=state.seed,
             num_prompt_tokens=len(submit.prompt_token_ids), num_cached_tokens=last.num_cached_tokens,
             num_preemptions=last.timeline.num_preemptions)
 
-    def _text(self, submit: Submit, token_ids: tuple[int, ...], stop: StopMatch | None) -> str:
-        text = OutputText(self.model.tokenizer, submit.sampling.stop)
-        return text.push(shown_token_ids(token_ids, stop)) + text.finish(None if stop is None else stop.num_text_chars)
+
+def _growing_of(submit: Submit) -> list[tuple[str, _Growing]]:
+    scores: list[ScoredToken] = []
+    return [(choice_id(submit.request_id, choice),
+             _Growing(submit.prompt_index, choice, submit.sampling.seed, prompt_logprobs=scores))
+            for choice in range(submit.num_choices)]
+
+
+def _best(done: Sequence[Completion], n: int, keeps_logprobs: bool) -> list[Completion]:
+    """Of each prompt's choices the n best, as choices 0 to n - 1."""
+    picked: list[Completion] = []
+    for _, group in groupby(done, key=lambda one: one.prompt_index):
+        choices = list(group)
+        best = best_choices([one.logprobs or () for one in choices], n)
+        for place, choice in enumerate(best):
+            logprobs = choices[choice].logprobs if keeps_logprobs else None
+            picked.append(replace(choices[choice], choice_index=place, logprobs=logprobs))
+    return picked
 
 
 @contextmanager
@@ -224,21 +261,3 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    return tuple(map(index, value))
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    texts = tuple(value)
-    if not all(isinstance(one, str) for one in texts):
-        raise TypeError("each must be a string")
-    return texts
-
-
-def _plain(name: str, kind: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return kind(value)
-    except (TypeError, ValueError) as mistake:
-        raise RequestError(f"{name}: {value!r:.100} is of the wrong kind: {mistake}", param=name) from mistake

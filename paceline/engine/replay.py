@@ -139,7 +139,7 @@ class Replay:
         self._held: list[tuple[int, Line]] = []    # inputs that came while the next step ran
         self._seen = Replayed()
         self._inputs = {"add": self._add, "refuse": self._refuse, "fork": self._fork, "abort": self._abort,
-                        "switch": self._switch}
+                        "expire": self._expire, "switch": self._switch}
 
     def run(self) -> Replayed:
         for number, line in self._journaled.lines:
@@ -185,6 +185,11 @@ class Replay:
 
     def _abort(self, number: int, line: Line) -> Difference | None:
         outputs = self._scheduler.abort(tuple(line["request_ids"]), line["at"])
+        self._seen.finished += outputs
+        return _difference(number, None, {"ended": line["ended"]}, {"ended": ends(outputs)})
+
+    def _expire(self, number: int, line: Line) -> Difference | None:
+        outputs = self._scheduler.expire(line["at"])
         self._seen.finished += outputs
         return _difference(number, None, {"ended": line["ended"]}, {"ended": ends(outputs)})
 

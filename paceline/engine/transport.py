@@ -4,11 +4,13 @@ engine/messages.py and nothing else; which one is the default is decided by meas
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import logging
 import multiprocessing
+import os
 import queue
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -18,6 +20,8 @@ from ..errors import ConfigError, ModelError, RequestError
 from .core import EngineCore
 from .messages import Abort, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
 
+LOGGER = logging.getLogger("paceline.engine")
+STDERR = 2    # the descriptor: what a crash needs is there whatever became of sys.stderr
 OnNews = Callable[[News], None]
 
 
@@ -51,6 +55,10 @@ class Transport(Protocol):
         """Ends a loop that does not leave by itself, as far as the transport can."""
         ...
 
+    def give_up(self) -> None:
+        """The loop hangs: writes the stacks of all its threads to stderr, and ends it as far as the transport can."""
+        ...
+
 
 class Inbox(Protocol):
     def drain(self, blocks: bool) -> Iterator[Message]:
@@ -77,7 +85,7 @@ def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
     except (ConfigError, ModelError) as mistake:
         publish(Died(str(mistake), is_callers_mistake=True))
     except BaseException as failure:    # the front must hear of every end, also of KeyboardInterrupt in a child
-        traceback.print_exc()
+        LOGGER.exception("the engine loop has failed")
         publish(Died(f"{type(failure).__name__}: {failure}"))
 
 
@@ -146,6 +154,9 @@ class ThreadTransport:
     def kill(self) -> None:
         """A thread cannot be ended from outside; it is a daemon and goes with the process."""
 
+    def give_up(self) -> None:
+        faulthandler.dump_traceback(STDERR, all_threads=True)
+
 
 class _PipeInbox:
     def __init__(self, connection: Connection) -> None:
@@ -165,6 +176,7 @@ def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; when to leave is the front's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable(STDERR, all_threads=True)
 
     def publish(one: News) -> None:
         try:
@@ -208,6 +220,10 @@ class ProcessTransport:
     def kill(self) -> None:
         if self._process.exitcode is None:
             self._process.kill()
+
+    def give_up(self) -> None:
+        if self._process.exitcode is None and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGABRT)    # its faulthandler writes the stacks on the way out
 
     def _read(self, on_news: OnNews) -> None:
         last: News | None = None

@@ -109,6 +109,14 @@ class BlockPool:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
 
+    def clear_hash(self, block_id: int) -> None:
+        """A held block is not found any more; who holds it keeps it."""
+        if self._refs[block_id] < 1:
+            raise InvariantError(f"block {block_id} unnamed while nobody holds it")
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+
     def begin_transit(self, block_id: int) -> None:
         """A transfer now reads or writes this block; it is not reused before end_transit."""
         if block_id in self._free:

@@ -137,6 +137,12 @@ class KVCacheManager:
         if self._has_windows:
             self._give_back_behind_windows(request)
 
+    def distrust(self, request: Request) -> None:
+        """Nobody shall find this request's blocks any more: what a failed step read or wrote there may be no number."""
+        for table in request.block_tables:
+            for block_id in real_blocks(table):
+                self.pool.clear_hash(block_id)
+
     def free(self, request: Request) -> int:
         """Gives all blocks back; returns how many came free."""
         num_free_before = self.pool.num_free_blocks

@@ -22,7 +22,8 @@ from .stored import RAW_BYTES, StoredTensor, map_file, num_tensor_bytes
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000     # the format's own limit
-_SUPPORTED = ("F32", "F16", "BF16", *RAW_BYTES)
+VALUE_TYPES = ("F32", "F16", "BF16")    # of weights as they are; the others belong to quantised checkpoints
+_SUPPORTED = (*VALUE_TYPES, *RAW_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class CpuRunner:
             return StepOutput(*self._runner.step(
                 batch.token_ids, batch.positions, batch.row_starts, batch.block_tables, batch.wanted, batch.copies,
                 draw.temperature, draw.top_k, draw.top_p, draw.seed, draw.prompt_index, draw.choice_index,
-                draw.position, draw.wants_logprob, wants_logits))
+                draw.position, draw.wants_logprob, draw.extras, wants_logits))
         except ValueError as error:    # an index out of range; nothing has run
             raise InvariantError(f"the step's arrays are wrong: {error}") from error
 

@@ -69,6 +69,38 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Ragged:
+    """Lists of different lengths, end to end: list i is values[starts[i] : starts[i + 1]]."""
+
+    starts: NDArray[np.int32]            # [E + 1]
+    values: NDArray[np.int32]
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        return self.values[self.starts[index] : self.starts[index + 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingExtras:
+    """What only E of the wanted positions ask for. Every array has length E, every list E lists of token ids, except
+    where it says otherwise."""
+
+    rows: NDArray[np.int32]              # which wanted positions, ascending
+    min_p: NDArray[np.float32]           # 0 = keep all
+    typical_p: NDArray[np.float32]       # 1 = keep all
+    repetition_penalty: NDArray[np.float32]    # 1 = none
+    presence_penalty: NDArray[np.float32]      # 0 = none
+    frequency_penalty: NDArray[np.float32]     # 0 = none
+    num_prompt: NDArray[np.int32]        # so many tokens of the history are the prompt's
+    num_top: NDArray[np.int32]           # best tokens whose raw log-probabilities are wanted
+    target: NDArray[np.int32]            # this token is given and only scored; -1 = draw one
+    history: Ragged                      # tokens before the one to be drawn; may be empty where nothing looks back
+    allowed: Ragged                      # an empty list allows every token
+    banned: Ragged
+    biased: Ragged
+    bias: NDArray[np.float32]            # one a token of biased.values
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How the next token of each wanted position is drawn; every array has length W."""
 
@@ -80,6 +112,7 @@ class SamplingBatch:
     choice_index: NDArray[np.uint32]
     position: NDArray[np.uint64]         # of the token to be drawn: keys the randomness
     wants_logprob: NDArray[np.uint8]
+    extras: SamplingExtras | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +131,15 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """token_ids [W] (-1: the row's logits were not finite), raw log-probabilities [W] (0 where not asked for), and the
-    logits [W, V] when wanted by the caller."""
+    """token_ids [W] (-1: the row's logits were not finite), raw log-probabilities [W] (0 where not asked for), the
+    logits [W, V] when wanted by the caller, and of a batch with extras the best tokens of each entry with their raw
+    log-probabilities, [E, most num_top], best first, -1 and 0 past an entry's own number."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     logits: NDArray[np.float32] | None
+    top_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
 
 
 class StepRunner(Protocol):

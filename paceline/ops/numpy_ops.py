@@ -52,7 +52,8 @@ class NumpyRunner:
         step = NumpyStep(self.program, self.cache, batch)
         for node in self.program.nodes:
             VERBS[node.verb](step, node)
-        return StepOutput(step.sampled_ids, step.logprobs, step.logits if wants_logits else None)
+        token_ids, logprobs, *best = step.sampled
+        return StepOutput(token_ids, logprobs, step.logits if wants_logits else None, *best)
 
     def poison(self, block_ids: NDArray[np.int32]) -> None:
         """Fills blocks with NaN, so that a test notices whoever reads them."""
@@ -105,8 +106,7 @@ class NumpyStep:
                     "routed": len(batch.token_ids) * program.experts_per_token}
         self.buffers = [np.zeros((num_rows[b.rows], b.width), dtype=np.float32) for b in program.buffers]
         self.row_of_token = np.repeat(np.arange(len(batch.row_starts) - 1), np.diff(batch.row_starts))
-        self.sampled_ids = np.zeros(len(batch.wanted), dtype=np.int32)
-        self.logprobs = np.zeros(len(batch.wanted), dtype=np.float32)
+        self.sampled: tuple[Any, ...] = (np.zeros(len(batch.wanted), np.int32), np.zeros(len(batch.wanted), np.float32))
         self.logits: F32 | None = None
 
     def inputs(self, node: Node) -> list[F32]:
@@ -306,7 +306,7 @@ def select_wanted(step: NumpyStep, node: Node) -> None:
 
 def sample(step: NumpyStep, node: Node) -> None:
     (step.logits,) = step.inputs(node)
-    step.sampled_ids, step.logprobs = sample_reference(step.logits, step.batch.sampling)
+    step.sampled = sample_reference(step.logits, step.batch.sampling)
 
 
 VERBS: dict[str, Callable[[NumpyStep, Node], None]] = {

@@ -16,6 +16,9 @@ class Finish:
 
 
 LENGTH = Finish(FinishReason.LENGTH)
+ABORTED = Finish(FinishReason.ABORT)
+FAILED = Finish(FinishReason.ERROR)
+EXPIRED = Finish(FinishReason.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,10 @@ def append_tokens(request: Request, result: RowResult, rules: FinishRules) -> tu
 def finish_after(request: Request, token_id: int, rules: FinishRules) -> Finish | None:
     """Whether the token just appended is the last one."""
     sampling = request.sampling
-    if token_id in sampling.stop_token_ids or (token_id in rules.eos_token_ids and not sampling.ignore_eos):
+    is_long_enough = request.num_output_tokens > sampling.min_tokens    # an end is the token after min_tokens
+    if is_long_enough and (token_id in sampling.stop_token_ids or (
+        token_id in rules.eos_token_ids and not sampling.ignore_eos
+    )):
         return Finish(FinishReason.STOP, StopMatch(token_id=token_id))
     if request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= rules.max_model_len:
         return LENGTH

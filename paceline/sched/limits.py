@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import PromptTooLong, RequestError
+from ..request import Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,14 @@ def check_fits(num_prompt_tokens: int, max_tokens: int | None, limits: Limits, i
             param="max_tokens",
         )
     return min(max_tokens, num_left)
+
+
+def parent_of_fork(requests: Mapping[str, Request], parent_id: str, child: Request) -> Request:
+    """The running request that the child may be forked from. Raises RequestError where there is none."""
+    parent = requests.get(parent_id)
+    if parent is None or parent.status is not RequestStatus.RUNNING:
+        raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
+    num_shared = parent.num_computed_tokens
+    if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
+        raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
+    return parent

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..request import FinishReason, Request, StopMatch
+from .plan import RowResult, ScoredToken, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +24,18 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What one step brought to one choice. `timeline` comes with the finish."""
+    """What one step brought to one choice. `timeline` comes with the finish.
+
+    prompt_logprobs, where asked for, come in order with choice 0, in one or more pieces, the last not later than the
+    first token of any choice; the prompt's first token has none and is left out.
+    """
 
     request_id: str
     choice_index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    prompt_logprobs: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
     stop: StopMatch | None = None
     num_prompt_tokens: int = 0
@@ -54,15 +61,15 @@ class EngineStats:
     num_recomputed_tokens: int
 
 
-def output_of(
-    request: Request, token_ids: tuple[int, ...] = (), logprobs: tuple[float, ...] | None = None
-) -> RequestOutput:
-    """News of a request as it stands; a finished one brings its reason and its timeline."""
+def output_of(request: Request, result: RowResult | None = None) -> RequestOutput:
+    """News of a request as it stands, with what a row brought it; a finished one has its reason and its timeline."""
     return RequestOutput(
         request_id=request.request_id,
         choice_index=request.choice_index,
-        token_ids=token_ids,
-        logprobs=logprobs,
+        token_ids=() if result is None else result.token_ids,
+        logprobs=None if result is None else result.logprobs,
+        top_logprobs=None if result is None else result.top_logprobs,
+        prompt_logprobs=() if result is None else result.scored,
         finish_reason=request.finish_reason,
         stop=request.stop,
         num_prompt_tokens=request.num_prompt_tokens,
@@ -81,13 +88,15 @@ def timeline_of(request: Request, finished_at: float) -> RequestTimeline:
     )
 
 
-def aborted_before_birth(parent: Request, request_id: str, choice_index: int, now: float) -> RequestOutput:
+def ended_before_birth(
+    parent: Request, request_id: str, choice_index: int, reason: FinishReason, now: float
+) -> RequestOutput:
     """The end of a choice whose parent was still computing the prompt."""
     return RequestOutput(
         request_id=request_id,
         choice_index=choice_index,
         token_ids=(),
-        finish_reason=FinishReason.ABORT,
+        finish_reason=reason,
         num_prompt_tokens=parent.num_prompt_tokens,
         num_cached_tokens=parent.num_cached_tokens,
         timeline=timeline_of(parent, now),

@@ -6,7 +6,7 @@ rebuilt from plans; dropping it changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, TypeAlias
 
@@ -44,11 +44,44 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRef:
-    """What a draw depends on. Randomness is a counter keyed by (seed, prompt_index, choice_index, position)."""
+    """What a draw depends on. Randomness is a counter keyed by (seed, prompt_index, choice_index, position).
+
+    end_token_ids: what ends the request, ruled out until min_tokens are out; empty without min_tokens.
+    """
 
     params: SamplingParams
     prompt_index: int
     choice_index: int
+    end_token_ids: tuple[int, ...] = ()
+    is_plain: bool = field(init=False, compare=False)      # SamplingParams.is_plain, asked once: rows are many
+    looks_back: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", self.params.is_plain)
+        object.__setattr__(self, "looks_back", self.params.looks_back)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHistory:
+    """A request's tokens as far as they are known, for draws that look back (penalties, bad_words, min_tokens).
+
+    A draw at position p sees those below p: of these the ones below the row's num_computed_tokens, then the row's own.
+    """
+
+    prompt_token_ids: tuple[int, ...]    # the same object in every step of a request
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Prompt tokens whose log-probability is wanted: token i follows the row's token at first_offset + i."""
+
+    first_offset: int
+    token_ids: tuple[int, ...]
+    num_top: int                         # best tokens wanted beside each
+
+
+TopLogprobs: TypeAlias = tuple[tuple[int, float], ...]    # (token id, raw log-probability), best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +92,8 @@ class ScheduledRequest:
     [0, num_computed_tokens + len(token_ids)), with NULL_BLOCK for blocks behind the group's window; it is the same
     tuple object until a block comes or goes.
     logits_offsets are offsets into token_ids whose next-token logits are wanted; empty with sampling None for a prompt
-    chunk that ends before the last known token. With sampling set, one token is drawn per logits offset.
+    chunk that ends before the last known token. With sampling set, one token is drawn per logits offset. scored are
+    tokens of the prompt to be scored, all before the first logits offset. history comes where sampling looks back.
     """
 
     request_id: str
@@ -68,10 +102,16 @@ class ScheduledRequest:
     block_ids: tuple[tuple[int, ...], ...]
     logits_offsets: tuple[int, ...]
     sampling: SamplingRef | None
+    history: TokenHistory | None = None
+    scored: ScoredTokens | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_scored(self) -> int:
+        return 0 if self.scored is None else len(self.scored.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +151,36 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of the prompt with its raw log-probability, given the tokens before it."""
+
+    token_id: int
+    logprob: float
+    top: TopLogprobs = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row produced: 0..k tokens in order, with their raw log-probabilities where asked for."""
+    """What a row produced: 0..k tokens in order, with their raw log-probabilities where asked for.
+
+    A row that failed produced nothing, and its K/V is not to be trusted; the other rows of the step are not touched.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     stop: StopMatch | None = None    # a stop string ended inside token_ids; tokens after the last are void
+    top_logprobs: tuple[TopLogprobs, ...] | None = None    # of each position, where asked for
+    scored: tuple[ScoredToken, ...] = ()                   # of the row's scored tokens, all of them
+    failure: str | None = None       # why no usable token came: its request ends with ERROR
+
+    def first(self, num_tokens: int) -> RowResult:
+        """The same without the tokens after so many."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        logprobs = None if self.logprobs is None else self.logprobs[:num_tokens]
+        top_logprobs = None if self.top_logprobs is None else self.top_logprobs[:num_tokens]
+        return replace(self, token_ids=self.token_ids[:num_tokens], logprobs=logprobs, top_logprobs=top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,17 @@ from collections.abc import Iterable, Sequence
 
 from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
-from ..kv.manager import BlockCopy, KVCacheManager
+from ..kv.manager import KVCacheManager
 from ..kv.prefix_hash import MISS, PrefixHit
-from ..request import FinishReason, Request, RequestStatus
+from ..request import Request, RequestStatus
 from .choices import Choices, choice_id
 from .counters import Counters
-from .finish import Finish, FinishRules, append_tokens
-from .limits import Limits, check_fits
+from .deadlines import Deadlines
+from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .limits import Limits, check_fits, parent_of_fork
+from .lookback import has_unscored, history_of, news_of_scores, num_tokens_within, sampling_ref_of, scored_by
 from .ordering import OrderingKey, WaitQueue
-from .outputs import EngineStats, RequestOutput, aborted_before_birth, output_of
+from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
 from .plan import (
     Preempted,
     Refusal,
@@ -31,15 +33,13 @@ from .plan import (
     ScheduledRequest,
     SchedulerOutput,
     StepResult,
-    Transfer,
-    TransferKind,
 )
 from .policies import Policies
 from .preemption import Yield
 from .step_builder import StepBuilder
+from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
 
-ABORTED = Finish(FinishReason.ABORT)
 FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
 
 
@@ -69,8 +69,8 @@ class Scheduler:
         self._counters = Counters()
         self._in_flight: SchedulerOutput | None = None
         self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
-        self._copies: dict[int, BlockCopy] = {}             # by transfer id, until the executor reports them done
-        self._next_transfer_id = 0
+        self._copies = CopiesUnderWay()
+        self._deadlines = Deadlines()
         self._next_step_id = 0
 
     # --- requests come and go
@@ -100,12 +100,7 @@ class Scheduler:
 
         It brings the parent's tokens; those the parent has computed are not computed again.
         """
-        parent = self._requests.get(parent_id)
-        if parent is None or parent.status is not RequestStatus.RUNNING:
-            raise RequestError(f"{parent_id} is not running, it cannot be forked", param="request_id")
-        num_shared = parent.num_computed_tokens
-        if child.num_tokens <= num_shared or child.token_ids(0, num_shared) != parent.token_ids(0, num_shared):
-            raise RequestError("a fork must begin with the tokens its parent has computed", param="prompt")
+        parent = parent_of_fork(self._requests, parent_id, child)
         check_fits(child.num_tokens, None, self.limits)
         self._refuse_taken_id(child.request_id)
         self._choices.add(parent_id, child.request_id)
@@ -113,15 +108,11 @@ class Scheduler:
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[RequestOutput]:
         """Ends these and all their choices, born or not. Unknown and finished ids are no error."""
-        outputs: list[RequestOutput] = []
-        for request_id in request_ids:
-            outputs += self._abort_unborn((request_id, *self._choices.unborn(request_id)), now)
-            for living_id in (request_id, *self._choices.descendants(request_id)):
-                request = self._requests.get(living_id)
-                if request is not None:
-                    self._end(request, ABORTED, now)
-                    outputs.append(output_of(request))
-        return outputs
+        return self._end_families(request_ids, ABORTED, now)
+
+    def expire(self, now: float) -> list[RequestOutput]:
+        """Ends those whose deadline has come, with all their choices."""
+        return self._end_families(self._deadlines.due(now), EXPIRED, now)
 
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
         """What an unfinished request has generated so far; None for any other."""
@@ -172,14 +163,17 @@ class Scheduler:
             if step.budget_left == 0:
                 break
             num_decodes_behind -= request.num_uncomputed_tokens == 1
-            num_wanted = self._num_tokens_to_run(request)
+            num_wanted = self._num_tokens_to_run(request, step)
             num_new_tokens = self.policies.chunking(view, num_wanted, step.budget_left, num_decodes_behind)
             if num_new_tokens and self._make_room(request, num_new_tokens, view, step):
                 self._add_row(request, num_new_tokens, step)
 
-    def _num_tokens_to_run(self, request: Request) -> int:
+    def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
-        return request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        num_tokens = request.num_uncomputed_tokens - self._choices.is_expecting(request)
+        if request.sampling.prompt_logprobs is None:
+            return num_tokens
+        return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
         """Frees blocks behind the request until it can go on. False where it must itself wait."""
@@ -216,7 +210,7 @@ class Scheduler:
             if step.refusal is not None:
                 return                                      # nobody passes the head: nobody starves
             self._start(request, hit, view)
-            num_wanted = self._num_tokens_to_run(request)
+            num_wanted = self._num_tokens_to_run(request, step)
             self._add_row(request, self.policies.chunking(view, num_wanted, step.budget_left, 0), step)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
 
@@ -230,7 +224,9 @@ class Scheduler:
             return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
         if step.budget_left == 0:
             return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
-        hit = self.kv.look_up(request)
+        if step.scored_left == 0 and has_unscored(request):
+            return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)
+        hit = MISS if has_unscored(request) else self.kv.look_up(request)
         return hit, self.policies.admission(view, request, hit)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
@@ -244,10 +240,11 @@ class Scheduler:
 
     def _add_row(self, request: Request, num_new_tokens: int, step: StepBuilder) -> None:
         for copy in self.kv.allocate(request, num_new_tokens):
-            step.add_transfer(self._transfer_of(copy))
+            step.add_transfer(self._copies.begin(copy))
         start = request.num_computed_tokens
         is_sampled = start + num_new_tokens == request.num_tokens
         offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
+        ref = self._sampling_refs[request.request_id]
         step.add_row(
             ScheduledRequest(
                 request_id=request.request_id,
@@ -255,15 +252,11 @@ class Scheduler:
                 token_ids=request.token_ids(start, start + num_new_tokens),
                 block_ids=request.block_tables,
                 logits_offsets=offsets if is_sampled else (),
-                sampling=self._sampling_refs[request.request_id] if is_sampled else None,
+                sampling=ref if is_sampled else None,
+                history=history_of(request) if is_sampled and ref.looks_back else None,
+                scored=None if ref.is_plain else scored_by(request, num_new_tokens),
             )
         )
-
-    def _transfer_of(self, copy: BlockCopy) -> Transfer:
-        transfer_id = self._next_transfer_id
-        self._next_transfer_id += 1
-        self._copies[transfer_id] = copy
-        return Transfer(transfer_id, TransferKind.COPY, copy.kv_group, copy.source, copy.destination)
 
     # --- update
 
@@ -272,7 +265,8 @@ class Scheduler:
         if plan is not self._in_flight or result.step_id != plan.step_id:
             raise InvariantError(f"a result of step {result.step_id} for a plan that is not in flight")
         self._in_flight = None
-        self._land_transfers(result)
+        for copy in self._copies.land(result):
+            self.kv.copy_done(copy)
         outputs: list[RequestOutput] = []
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = self._requests.get(row.request_id)
@@ -287,24 +281,23 @@ class Scheduler:
         self._observe(plan, result)
         return outputs
 
-    def _land_transfers(self, result: StepResult) -> None:
-        for transfer_id in result.transfers_done:
-            copy = self._copies.pop(transfer_id, None)
-            if copy is None:
-                raise InvariantError(f"transfer {transfer_id} was reported done, but was not under way")
-            self.kv.copy_done(copy)
-
     def _advance(
         self, request: Request, row: ScheduledRequest, result: RowResult, now: float, outputs: list[RequestOutput]
     ) -> None:
         if result.request_id != row.request_id:
             raise InvariantError(f"the row of {row.request_id} was answered as {result.request_id}")
+        if result.failure is not None:
+            self._fail(request, now, outputs)
+            return
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
         self._counters.computed(request, start, end)
         if row.sampling is None:
+            outputs += news_of_scores(request, row, result)
             return
+        if row.scored is not None:
+            news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
@@ -312,8 +305,14 @@ class Scheduler:
             self._end(request, finish, now)
             self.observations.num_finished += 1
             self.observations.num_finished_output_tokens += request.num_output_tokens
-        logprobs = None if result.logprobs is None else result.logprobs[:num_taken]
-        outputs.append(output_of(request, result.token_ids[:num_taken], logprobs))
+        outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
+
+    def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
+        """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
+        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
+        self.kv.distrust(request)
+        self._end(request, FAILED, now)
+        outputs.append(output_of(request))
 
     def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
         self._counters.num_steps += 1
@@ -332,9 +331,8 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self._sampling_refs[request.request_id] = SamplingRef(
-            request.sampling, request.prompt_index, request.choice_index
-        )
+        self._deadlines.watch(request)
+        self._sampling_refs[request.request_id] = sampling_ref_of(request, self._finish_rules.eos_token_ids)
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
         request.status = RequestStatus.RUNNING
@@ -376,15 +374,27 @@ class Scheduler:
         else:
             self.kv.free(request)
         self.kv.forget(request)
+        self._deadlines.forget(request)
         self._choices.ended(request)
         self._counters.ended(request)
 
-    def _abort_unborn(self, child_ids: Iterable[str], now: float) -> list[RequestOutput]:
+    def _end_families(self, request_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for request_id in request_ids:
+            outputs += self._end_unborn((request_id, *self._choices.unborn(request_id)), finish, now)
+            for living_id in (request_id, *self._choices.descendants(request_id)):
+                request = self._requests.get(living_id)
+                if request is not None:
+                    self._end(request, finish, now)
+                    outputs.append(output_of(request))
+        return outputs
+
+    def _end_unborn(self, child_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
         """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
         outputs: list[RequestOutput] = []
         for child_id in child_ids:
             cancelled = self._choices.cancel(child_id)
             if cancelled is not None:
-                parent_id, choice_index = cancelled
-                outputs.append(aborted_before_birth(self._requests[parent_id], child_id, choice_index, now))
+                parent_id, index = cancelled
+                outputs.append(ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now))
         return outputs

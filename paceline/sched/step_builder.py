@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from .plan import Preempted, Refusal, ScheduledRequest, SchedulerOutput, Transfer
 
+# Prompt tokens scored in a step, of all rows together. Each takes a row of logits, 600 kB with a vocabulary of 150,000:
+# this bounds them to some 80 MB; prompts that want it run in smaller pieces. Pieces change no bit of the result.
+MAX_SCORED_TOKENS = 128
+
 
 class StepBuilder:
     """Collects what the scheduler decides; decides nothing."""
@@ -11,6 +15,7 @@ class StepBuilder:
     def __init__(self, step_id: int, token_budget: int) -> None:
         self.step_id = step_id
         self.budget_left = token_budget
+        self.scored_left = MAX_SCORED_TOKENS
         self.refusal: Refusal | None = None
         self._rows: list[ScheduledRequest] = []
         self._transfers: list[Transfer] = []
@@ -23,6 +28,8 @@ class StepBuilder:
     def add_row(self, row: ScheduledRequest) -> None:
         self._rows.append(row)
         self.budget_left -= len(row.token_ids)
+        if row.scored is not None:
+            self.scored_left -= len(row.scored.token_ids)
 
     def add_transfer(self, transfer: Transfer) -> None:
         self._transfers.append(transfer)

@@ -1,15 +1,19 @@
-"""What every request passes first: a request id, CORS, the key. Deny by default: only OPEN_PATHS need no key."""
+"""What every request passes first: a request id, CORS, the key, and a line in the log when it is done.
+
+Deny by default: once there is a key only OPEN_PATHS need none, and what lies under /admin needs the admin key.
+"""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .keys import KeyRing
 from .replies import HttpError, as_http_error
+from .request_log import NOTE, RequestNote
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})    # compared with the path exactly as sent
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -30,23 +34,32 @@ LOGGER = logging.getLogger("paceline.server")
 class Access:
     """Middleware around the whole app, failures and unknown routes included."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, has_open_metrics: bool = False) -> None:
         self._app = app
-        self._api_key = None if api_key is None else api_key.encode()
+        self._keys = keys
+        self._open_paths = OPEN_PATHS | ({"/metrics"} if has_open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        answer = Answer(send, _request_id(headers), b"origin" in headers)
+        request_id = _request_id(headers)
+        note = scope[NOTE] = RequestNote(request_id.decode("ascii"), scope["method"], scope["path"])
+        answer = Answer(send, request_id, b"origin" in headers)
+        try:
+            await self._answer(scope, receive, answer, headers)
+        finally:
+            note.write(answer.status)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: Answer, headers: dict[bytes, bytes]) -> None:
         if scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
             await answer({"type": "http.response.start", "status": 200, "headers": PREFLIGHT_HEADERS})
             await answer({"type": "http.response.body", "body": b""})
-        elif self._is_allowed(scope["path"], headers):
+        elif (denial := self._denial(scope, headers)) is None:
             await self._pass_on(scope, receive, answer)
         else:
-            await _denied(b"authorization" in headers or b"x-api-key" in headers).response()(scope, receive, answer)
+            await denial.response()(scope, receive, answer)
 
     async def _pass_on(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         """Answers a failure that nobody expected here: above us the connection would be cut without notice."""
@@ -58,18 +71,31 @@ class Access:
             LOGGER.exception("a request failed: %s %r", scope["method"], scope["path"][:200])
             await as_http_error(error).response()(scope, receive, answer)
 
-    def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if self._api_key is None or path in OPEN_PATHS:
-            return True
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        keys = [token.strip()] if scheme.lower() == b"bearer" else []
-        keys.append(headers.get(b"x-api-key", b""))
-        return sum(hmac.compare_digest(key, self._api_key) for key in keys) > 0    # a sum: both are compared
+    def _denial(self, scope: Scope, headers: dict[bytes, bytes]) -> HttpError | None:
+        path, keys = scope["path"], self._keys
+        secrets = _secrets(headers)
+        if path == "/admin" or path.startswith("/admin/"):
+            if keys.admin is None:
+                return HttpError(403, "/admin is closed: this server was started without an admin key", "admin_closed")
+            return None if keys.is_admin(secrets) else _denied("admin key", bool(secrets))
+        if not keys.keys or path in self._open_paths:
+            return None
+        key = keys.find(secrets)
+        if key is None:
+            return _denied("API key", bool(secrets))
+        scope[NOTE].tenant = key.tenant
+        return None
 
 
-def _denied(has_key: bool) -> HttpError:
+def _secrets(headers: dict[bytes, bytes]) -> list[bytes]:
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    secrets = [token.strip()] if scheme.lower() == b"bearer" else []
+    return [*secrets, headers[b"x-api-key"]] if b"x-api-key" in headers else secrets
+
+
+def _denied(kind: str, has_key: bool) -> HttpError:
     how = "Authorization: Bearer KEY, or X-Api-Key: KEY"
-    message = "the API key is wrong" if has_key else f"an API key is needed: {how}"
+    message = f"the {kind} is wrong" if has_key else f"an {kind} is needed: {how}"
     return HttpError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -85,10 +111,12 @@ class Answer:
         self._send = send
         self._headers = [(b"x-request-id", request_id), *(CORS_HEADERS if has_origin else ())]
         self.has_begun = False
+        self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if not self.has_begun:
             self.has_begun = True
+            self.status = message.get("status")
             names = {name for name, _ in self._headers}
             kept = [header for header in message.get("headers", ()) if header[0] not in names]
             message = {**message, "headers": [*kept, *self._headers]}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 from starlette.applications import Starlette
@@ -16,15 +19,20 @@ from starlette.types import Receive, Scope, Send
 
 from ..clock import Clock
 from ..config import ServerConfig
-from ..errors import ConfigError, EngineError, Overloaded
+from ..errors import ConfigError, EngineError, Overloaded, RequestError
 from .access import Access
 from .engine_port import Engine, EngineInfo, SeedSource
+from .keys import read_keys
 from .limits import read_object
 from .metrics import Metrics
-from .openai import CallReader
+from .openai import Call, CallReader
 from .replies import HttpError, as_http_error, json_response
 from .reply import LiveReplies, Reply
+from .request_log import NOTE
+from .tokenize import TokenizeRoutes
 
+# Loading ends soon, and behind a load balancer another server may be there at once.
+COME_AGAIN = {"loading": {"Retry-After": "1"}, "draining": {"Retry-After": "1", "Connection": "close"}}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -37,17 +45,17 @@ def make_app(
     engine_info: EngineInfo | None = None,
 ) -> Starlette:
     """The app. Replies that are still being written are in `app.state.live_replies`."""
-    if config.api_key is not None and not config.api_key.strip():
-        raise ConfigError("api_key must not be empty: an empty key would let everybody in")
+    keys = read_keys(config, os.environ)
     names = served_names(config, model_name)
     metrics = Metrics(names[0], clock, engine_info or {})
     engine.add_listener(metrics.on_outputs)
     door = Door(engine, config, CallReader(engine, config, names, seed_source, clock), metrics)
     app = Starlette(
         routes=door.routes(),
-        middleware=[Middleware(Access, api_key=config.api_key)],
+        middleware=[Middleware(Access, keys=keys, has_open_metrics=config.open_metrics)],
         exception_handlers={
             HTTPException: _routing_failure,
+            Overloaded: door.refuse,
             EngineError: _failure,
             ClientDisconnect: _nobody_listens,
         },
@@ -88,29 +96,44 @@ class Door:
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
+            *TokenizeRoutes(self.engine, self.config, self.reader).routes(),
         ]
 
     async def completions(self, request: Request) -> Reply:
         self._check_open()
         body = await read_object(request, self.config.max_body_bytes, self.config.max_json_depth)
         self._check_open()    # the body may have taken its time
-        return Reply(self.engine, await self.reader.completion(body), self.live)
+        return self._reply(request, await self.reader.completion(body))
 
     async def chat(self, request: Request) -> Reply:
         self._check_open()
         body = await read_object(request, self.config.max_body_bytes, self.config.max_json_depth)
         self._check_open()
-        return Reply(self.engine, await self.reader.chat(body), self.live)
+        return self._reply(request, await self.reader.chat(body))
+
+    def _reply(self, request: Request, call: Call) -> Reply:
+        most, num_tokens = self.config.max_call_tokens, sum(len(one.prompt_token_ids) for one in call.submits)
+        if most is not None and num_tokens > most:    # never accepted: no invitation to come again
+            field = "messages" if call.is_chat else "prompt"
+            raise RequestError(f"{field}: {num_tokens} tokens; at most {most} fit the queue here", field)
+        if (tenant := request.scope[NOTE].tenant) is not None:    # what a key says outranks the field `user`
+            call = replace(call, submits=tuple(replace(submit, tenant=tenant) for submit in call.submits))
+        return Reply(self.engine, call, self.live)
 
     def _check_open(self) -> None:
         """Refuses work that could not be done, before it costs anything."""
         state = self.engine.state
         if state != "ready":
-            # Loading ends soon, and behind a load balancer another server may be there at once.
-            headers = {"Retry-After": "1"} if state in ("loading", "draining") else {}
-            raise HttpError(503, f"the engine is {state}", f"engine_{state}", headers=headers)
-        if self.engine.num_unfinished >= self.config.max_queue:
-            raise Overloaded(f"{self.config.max_queue} requests are unfinished already", retry_after_seconds=1)
+            self.metrics.refused(state)
+            raise HttpError(503, f"the engine is {state}", f"engine_{state}", headers=COME_AGAIN.get(state))
+        self.engine.check_room()
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """The answer to who came when the queue was full."""
+        assert isinstance(error, Overloaded)
+        self.metrics.refused(error.limit)
+        headers = {"Retry-After": str(error.retry_after_seconds)}
+        return HttpError(self.config.overload_status, str(error), "overloaded", headers=headers).response()
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._card(name) for name in self.reader.model_names]})
@@ -139,7 +162,8 @@ class Door:
         return json_response({"version": package_version()})
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type=METRICS_TYPE)
+        text = self.metrics.text(len(self.live), len(asyncio.all_tasks()))
+        return Response(text, media_type=METRICS_TYPE)
 
 
 @cache

@@ -13,31 +13,38 @@ from typing import Any
 
 import orjson
 
+from ..engine.sampling import MAX_CHOICES
 from ..errors import RequestError, Unsupported
+from ..request import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS, RANGES
 from .replies import shown
 
 INT64 = 1 << 63
 MAX_EXACT_FLOAT = 1 << 53       # beyond it a float no longer says which integer was meant
-MAX_NUM_CHOICES = 128
-MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One value: `kind` is integer, number, boolean or string; limits are inclusive (characters for a string)."""
+    """One value: `kind` is integer, number, boolean or string; limits are inclusive (characters for a string), but for
+    the least where is_open. `note` is for docs/api.md."""
 
     kind: str
     default: Any = None
     least: float | None = None
     most: float | None = None
+    note: str = ""
+    is_open: bool = False
 
     def read(self, name: str, value: Any) -> Any:
         if value is None:
             return self.default
         value = KINDS[self.kind](name, value)
         measure = len(value) if self.kind == "string" else value
+        if self.is_open and measure == self.least:
+            raise _out_of_range(name, f"above {self.least:g}", self.kind, value)
         if self.least is not None and not measure >= self.least:
             raise _out_of_range(name, f"at least {self.least}", self.kind, value)
         if self.most is not None and not measure <= self.most:
@@ -89,58 +96,75 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
 
 KINDS = {"integer": integer, "number": number, "boolean": boolean, "string": string, "object": json_object}
 
+
+def ranged(name: str, default: float, note: str) -> Field:
+    """A number whose range the engine's own table tells."""
+    limits = RANGES[name]
+    return Field("number", default, limits.least, limits.most, note, limits.is_open)
+
+
 COMMON: dict[str, Field] = {
-    "model": Field("string", None, 1, 1024),
-    "stream": Field("boolean", False),
-    "max_tokens": Field("integer", None, 0),                   # 0: only completions with echo
-    "max_completion_tokens": Field("integer", None, 0),        # wins over max_tokens
-    "n": Field("integer", 1, 1, MAX_NUM_CHOICES),
-    "temperature": Field("number", 1.0, 0, 2),
-    "top_p": Field("number", 1.0, 0, 1),                       # 0: only the likeliest token
-    "top_k": Field("integer", None, -1, INT64 - 1),            # -1 and 0: the whole vocabulary
-    "seed": Field("integer", None, -INT64, INT64 - 1),
-    "ignore_eos": Field("boolean", False),
-    "user": Field("string", None, 0, 1024),                    # becomes the tenant
-    "priority": Field("integer", 0, -(1 << 31), (1 << 31) - 1),
-    "cache_salt": Field("string", None, 1, 1024),
+    "model": Field("string", None, 1, 1024, "a served name; the first one if left out"),
+    "stream": Field("boolean", False, note="server-sent events"),
+    "max_tokens": Field("integer", None, 0, note="16 if left out, in a chat the context's rest; 0 only with echo"),
+    "max_completion_tokens": Field("integer", None, 0, note="wins over max_tokens"),
+    "min_tokens": Field("integer", 0, 0, note="at most max_tokens; ends and stop strings do not count before"),
+    "n": Field("integer", 1, 1, MAX_CHOICES, "choices"),
+    "best_of": Field("integer", None, 1, MAX_CHOICES, "generate so many, answer with the n likeliest; no stream"),
+    "temperature": ranged("temperature", 1.0, "0: greedy"),
+    "top_p": Field("number", 1.0, 0, 1, "0: only the likeliest token"),
+    "top_k": Field("integer", None, -1, INT64 - 1, "-1 and 0: the whole vocabulary"),
+    "min_p": ranged("min_p", 0.0, "least probability kept, as a share of the largest one"),
+    "typical_p": ranged("typical_p", 1.0, "locally typical sampling"),
+    "repetition_penalty": ranged("repetition_penalty", 1.0, "on tokens of prompt and output"),
+    "presence_penalty": ranged("presence_penalty", 0.0, "on tokens of the output"),
+    "frequency_penalty": ranged("frequency_penalty", 0.0, "on tokens of the output, times their count"),
+    "seed": Field("integer", None, -INT64, INT64 - 1, "a fresh one if left out"),
+    "ignore_eos": Field("boolean", False, note="generate past the model's end tokens"),
+    "skip_special_tokens": Field("boolean", True, note="special tokens give no text"),
+    "include_stop_str_in_output": Field("boolean", False, note="the text keeps what stopped it"),
+    "truncate_prompt_tokens": Field("integer", None, -1, None, "keep the prompt's last so many; -1: all that fit"),
+    "user": Field("string", None, 0, 1024, "becomes the tenant"),
+    "priority": Field("integer", 0, -(1 << 31), (1 << 31) - 1, "lower is served first, where the server looks at it"),
+    "cache_salt": Field("string", None, 1, 1024, "shares cached prompts only with requests of the same salt"),
+    "timeout": Field("number", None, 0.001, 86400, "seconds from arrival to the latest end; none if left out"),
+    "return_token_ids": Field("boolean", False, note="the ids of prompt and output beside the text"),
 }
 COMPLETION: dict[str, Field] = COMMON | {
-    "echo": Field("boolean", False),
-    "add_special_tokens": Field("boolean", True),
+    "echo": Field("boolean", False, note="the text starts with the prompt"),
+    "logprobs": Field("integer", None, 0, MAX_TOP_LOGPROBS, "best tokens beside each; with echo, the prompt's too"),
+    "add_special_tokens": Field("boolean", True, note="the tokenizer adds a BOS where the model wants one"),
 }
 CHAT: dict[str, Field] = COMMON | {
-    "add_generation_prompt": Field("boolean", None),
-    "continue_final_message": Field("boolean", None),
-    "add_special_tokens": Field("boolean", False),
-    "chat_template": Field("string", None, 1, 1 << 20),        # only with --trust-request-chat-template
-    "chat_template_kwargs": Field("object", None),             # further variables for the template
+    "logprobs": Field("boolean", False, note="each token's log-probability"),
+    "top_logprobs": Field("integer", None, 0, MAX_TOP_LOGPROBS, "best tokens beside each; needs logprobs"),
+    "add_generation_prompt": Field("boolean", None, note="open the assistant's turn"),
+    "continue_final_message": Field("boolean", None, note="go on with the last message"),
+    "add_special_tokens": Field("boolean", False, note="a template brings its own"),
+    "chat_template": Field("string", None, 1, 1 << 20, "only with --trust-request-chat-template"),
+    "chat_template_kwargs": Field("object", None, note="further variables for the template"),
 }
-SHAPED = ("stop", "stop_token_ids", "stream_options")          # served, read by functions of their own
+# Served too, read by functions of their own: name -> what it is.
+SHAPED = {
+    "stop": f"a string, or up to {MAX_STOP_STRINGS}, of 1 to {MAX_STOP_CHARS} characters",
+    "stop_token_ids": f"up to {MAX_STOP_TOKEN_IDS} token ids",
+    "logit_bias": f"an object of up to {MAX_LOGIT_BIAS}: token id to a number from -100 (bans in effect) to 100",
+    "bad_words": f"up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_CHARS} characters, banned as their tokens, "
+                 "with and without a space before",
+    "allowed_token_ids": f"1 to {MAX_ALLOWED_TOKEN_IDS} token ids: no other can be drawn",
+    "stream_options": "an object; include_usage adds a chunk with the usage; only with stream",
+}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-COMPLETION_SHAPED = ("prompt", *SHAPED)
-CHAT_SHAPED = ("messages", *SHAPED)
+COMPLETION_SHAPED = {"prompt": "a string, token ids, or a list of these", **SHAPED}
+CHAT_SHAPED = {"messages": "a list of objects with role and content", **SHAPED}
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "repeat_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
-    "typical_p": (1,),
     "mirostat": (0,),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -151,7 +175,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "grammar": ("",),
     "regex": (),
     "ebnf": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -166,7 +189,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "tfs_z": (1,),
 }
-COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {"suffix": ("",)}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {"suffix": ("",), "top_logprobs": (0,)}
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "echo": (False,),
     "tools": ([],),
@@ -186,7 +209,12 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Field]) -> dict[str, Any]:
     """All fields of the table, checked, absent ones by their default."""
-    return {name: field.read(name, body.get(name)) for name, field in table.items()}
+    return {name: field.read(name, _asked(name, body, field)) for name, field in table.items()}
+
+
+def _asked(name: str, body: Mapping[str, Any], field: Field) -> Any:
+    value = body.get(name)    # of a completion, logprobs: false asks for nothing, as it does in a chat
+    return None if value is False and name == "logprobs" and field.kind == "integer" else value
 
 
 def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
@@ -200,15 +228,6 @@ def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any,
 
 def _is_same(value: Any, accepted: Any) -> bool:
     return bool(value == accepted) and isinstance(value, bool) == isinstance(accepted, bool)
-
-
-def check_best_of(body: Mapping[str, Any], num_choices: int) -> None:
-    """best_of may only repeat n: choosing among more candidates is not served."""
-    best_of = Field("integer", num_choices, 1).read("best_of", body.get("best_of"))
-    if best_of < num_choices:
-        raise RequestError(f"best_of: must be at least n ({num_choices}), got {best_of}", "best_of")
-    if best_of > num_choices:
-        raise Unsupported(f"best_of: not supported; only n ({num_choices}) is accepted, got {best_of}", "best_of")
 
 
 def unknown_fields(body: Mapping[str, Any], known: Collection[str], is_strict: bool) -> tuple[str, ...]:
@@ -243,6 +262,62 @@ def read_stop_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
         raise RequestError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} ids, got {len(value)}", "stop_token_ids")
     check_token_ids("stop_token_ids", value, vocab_size)
     return tuple(value)
+
+
+def read_allowed_token_ids(value: Any, vocab_size: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise _wrong_type("allowed_token_ids", "a list of token ids", value)
+    if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
+        message = f"allowed_token_ids: must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids, got {len(value)}"
+        raise RequestError(message, "allowed_token_ids")
+    check_token_ids("allowed_token_ids", value, vocab_size)
+    return tuple(dict.fromkeys(value))
+
+
+def read_logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Keys are token ids as JSON spells them there: strings."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise _wrong_type("logit_bias", "an object of token ids and numbers", value)
+    if len(value) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias: must have at most {MAX_LOGIT_BIAS} entries, got {len(value)}", "logit_bias")
+    limits, biases = RANGES["logit_bias"], {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and int(key[:20]) < vocab_size):
+            message = f"logit_bias: must be of token ids below {vocab_size}, the vocabulary, got {shown(key)}"
+            raise RequestError(message, "logit_bias")
+        if number("logit_bias", bias) not in limits:
+            raise RequestError(f"logit_bias: must be a number from {limits.least} to {limits.most}, got {shown(bias)}",
+                               "logit_bias")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())
+
+
+def read_bad_words(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise _wrong_type("bad_words", "a list of strings", value)
+    if len(value) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words: must have at most {MAX_BAD_WORDS} strings, got {len(value)}", "bad_words")
+    for one in value:
+        if not 1 <= len(one) <= MAX_BAD_WORD_CHARS:
+            limit = f"each string must have 1 to {MAX_BAD_WORD_CHARS} characters"
+            raise RequestError(f"bad_words: {limit}, got {len(one)}", "bad_words")
+    return tuple(value)
+
+
+def num_top_logprobs(values: Mapping[str, Any]) -> int | None:
+    """Best tokens wanted beside each one, None where no log-probabilities are."""
+    asked: int | None = values["logprobs"]
+    if "top_logprobs" not in values:
+        return asked
+    if not asked and values["top_logprobs"]:
+        raise RequestError("top_logprobs: only allowed with logprobs: true", "top_logprobs")
+    return (values["top_logprobs"] or 0) if asked else None
 
 
 def check_token_ids(name: str, token_ids: list[Any], vocab_size: int) -> None:

@@ -18,6 +18,7 @@ from ..errors import RequestError
 from .replies import HttpError
 
 READ_IDLE_SECONDS = 30.0       # a body that stops arriving for so long is given up: 408
+MIN_BODY_BYTES_PER_SECOND = 1024    # beyond that, a body that arrives more slowly than this too
 MAX_JSON_PARTS = 100_000       # arrays and objects, or strings, in one body
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}:,]', re.DOTALL)
@@ -56,9 +57,9 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     if declared.isdigit() and int(declared) > max_body_bytes:
         raise _too_large(max_body_bytes)
     parts: list[bytes] = []
-    num_bytes = 0
+    num_bytes, started_at = 0, asyncio.get_running_loop().time()
     while True:
-        message = await _next_message(request)
+        message = await _next_message(request, started_at, num_bytes)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect()
         part = message.get("body", b"")
@@ -70,12 +71,15 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _next_message(request: Request) -> Any:
+async def _next_message(request: Request, started_at: float, num_bytes: int) -> Any:
+    """The next part. A client that sends byte by byte is given up as well as one that sends nothing."""
+    latest = started_at + num_bytes / MIN_BODY_BYTES_PER_SECOND + READ_IDLE_SECONDS
     try:
-        async with asyncio.timeout(READ_IDLE_SECONDS):
+        async with asyncio.timeout_at(min(latest, asyncio.get_running_loop().time() + READ_IDLE_SECONDS)):
             return await request.receive()
     except TimeoutError:
-        message = f"no part of the body arrived for {READ_IDLE_SECONDS:g} seconds"
+        message = (f"the body arrives too slowly: nothing for {READ_IDLE_SECONDS:g} seconds, or fewer than "
+                   f"{MIN_BODY_BYTES_PER_SECOND} bytes a second after that")
         raise HttpError(408, message, "request_timeout", headers={"Connection": "close"}) from None
 
 

@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from ..clock import Clock
 from ..engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
@@ -87,12 +95,25 @@ class Metrics:
         }
         ended = Counter("vllm:request_success", "Requests ended", (*LABELS, "finished_reason"), registry=registry)
         self._ended = {reason: ended.labels(*self._values, reason.value) for reason in FinishReason}
+        self._refused = Counter("paceline:requests_refused", "Requests turned away before they were accepted, by what "
+                                "said no", (*LABELS, "reason"), registry=registry)
+        self._open_replies = Gauge("paceline:open_replies", "Answers being generated or written", LABELS,
+                                   registry=registry).labels(*self._values)
+        self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
+                            registry=registry).labels(*self._values)
+        ProcessCollector(registry=registry)
         self._engine_info = dict(engine_info)
         self._stats: EngineStats | None = None
         self._progress: dict[str, Progress] = {}
 
-    def text(self) -> bytes:
+    def text(self, num_open_replies: int = 0, num_tasks: int = 0) -> bytes:
+        """All of it; what is given is looked up when somebody asks."""
+        self._open_replies.set(num_open_replies)
+        self._tasks.set(num_tasks)
         return generate_latest(self._registry)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(*self._values, reason).inc()
 
     def on_outputs(self, outputs: Outputs) -> None:
         """The engine's listener."""

@@ -16,6 +16,7 @@ from .replies import shown
 MAX_INLINE_CHARS = 2048          # shorter text is tokenised on the event loop: about a millisecond
 FALLBACK_TOKEN_CHARS = 512       # characters one token may stand for, when the tokenizer does not tell
 T = TypeVar("T")
+Cut = Callable[[tuple[int, ...]], tuple[int, ...]]    # what is left of a prompt
 
 # Two, so that one long prompt does not hold up the next, and no more: the cores belong to the model.
 WORKERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-tokenise")
@@ -23,7 +24,7 @@ WORKERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-tokenis
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what the client sent, None when it sent ids."""
+    """`text` is what the client sent, None when it sent ids or the prompt was cut."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -55,24 +56,35 @@ def split_prompts(value: Any, max_prompts: int) -> list[str | list[Any]]:
 
 
 async def read_prompts(
-    parts: Sequence[str | list[Any]], model: ServedModel, add_special_tokens: bool, param: str = "prompt"
+    parts: Sequence[str | list[Any]], model: ServedModel, add_special_tokens: bool, param: str = "prompt",
+    cut: Cut | None = None,
 ) -> tuple[Prompt, ...]:
-    """All prompts of a call, each checked against the context limit. param: the field they come from."""
+    """All prompts of a call, cut where that is asked for, then checked against the context limit. param: the field they
+    come from."""
     num_chars = 0
     for part in parts:
         if isinstance(part, str):
-            check_chars(part, model, param)
+            if cut is None:
+                check_chars(part, model, param)
             num_chars += len(part)
         else:
-            check_length(len(part), model, param)
+            if cut is None:
+                check_length(len(part), model, param)
             check_token_ids(param, part, model.vocab_size)
     encode = model.tokenizer.encode
     texts = [part for part in parts if isinstance(part, str)]
     encoded = iter(await off_loop(num_chars, lambda: [encode(text, add_special_tokens) for text in texts]))
     prompts = tuple(Prompt(tuple(next(encoded)), one) if isinstance(one, str) else Prompt(tuple(one)) for one in parts)
+    if cut is not None:
+        prompts = tuple(_cut(prompt, cut) for prompt in prompts)
     for prompt in prompts:
         check_length(len(prompt.token_ids), model, param)
     return prompts
+
+
+def _cut(prompt: Prompt, cut: Cut) -> Prompt:
+    token_ids = cut(prompt.token_ids)
+    return prompt if len(token_ids) == len(prompt.token_ids) else Prompt(token_ids)
 
 
 def check_chars(text: str, model: ServedModel, param: str) -> None:

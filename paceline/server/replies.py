@@ -15,6 +15,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",
+    504: "timeout_error",
 }                                          # every other status: invalid_request_error
 
 

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 from urllib.parse import quote
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDead
 from .engine_port import Engine
 from .generation import Generation
-from .openai import Call, answer_of, usage_of
+from .logprobs import ChoiceLogprobs, Entry, joined
+from .openai import Answer, Call, answer_of, usage_of
+from .prompts import off_loop
 from .replies import as_http_error, json_response
+from .request_log import note_generation
 from .sse import DONE, ChunkEvents, error_event
+from .token_ids import EventsWithTokenIds, add_to_answer
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,7 +79,11 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._live.add(self)
         try:
-            await self._run(Generation(self._engine, self._call), receive, send)
+            generation = Generation(self._engine, self._call)
+            try:
+                await self._run(generation, receive, send)
+            finally:
+                note_generation(scope, self._call, generation)
         finally:
             self._live.discard(self)
 
@@ -96,32 +107,63 @@ class Reply:
             await _cancelled(work)
 
     async def _write_body(self, generation: Generation, send: Send) -> None:
-        texts = [[echo] for echo in self._echoes()]
-        async for number, text, _ in generation.steps():
-            texts[number].append(text)
-        # With nothing to generate there are no choices that finished: the limit of no tokens was reached.
-        reasons = [choice.finish_reason or "length" for choice in generation.choices] or ["length"] * len(texts)
-        choices = [("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+        texts: list[list[str]] = [[] for _ in generation.choices]
+        entries: list[list[Entry]] = [[] for _ in generation.choices]
+        async for piece in generation.steps():
+            texts[piece.number].append(piece.text)
+            entries[piece.number] += piece.entries
         usage = usage_of(self._call, generation.num_completion_tokens, generation.num_cached_tokens)
-        response = json_response(answer_of(self._call, choices, usage), headers=ignored_header(self._call.ignored))
+
+        def respond() -> Response:
+            answers = self._answers(generation, ["".join(text) for text in texts], entries)
+            answer = answer_of(self._call, answers, usage)
+            if self._call.returns_token_ids:
+                add_to_answer(answer, self._call, [generation.choices[number] for number in generation.answered()])
+            return json_response(answer, headers=ignored_header(self._call.ignored))
+
+        response = await off_loop(self._num_logprobs(usage), respond)
         self._has_started = True
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
 
+    def _answers(
+        self, generation: Generation, texts: Sequence[str], entries: Sequence[Sequence[Entry]]
+    ) -> list[Answer]:
+        """The choices to answer with, from the texts and entries of all that were generated."""
+        if not generation.choices:    # nothing was to be generated: the limit of no tokens was reached
+            return [Answer(echo, "length") for echo in self._echoes()]
+        answers = []
+        for number, echo in zip(generation.answered(), self._echoes(), strict=True):
+            logprobs = self._logprobs(generation, number)
+            told = joined(logprobs.opening(echo), logprobs.of(entries[number]))
+            reason = generation.choices[number].finish_reason or "length"
+            answers.append(Answer(echo + texts[number], reason, told))
+        return answers
+
+    def _num_logprobs(self, usage: Mapping[str, Any]) -> int:
+        """How many values the answer tells, at most: the work of telling them."""
+        num_top = self._call.num_top_logprobs
+        return 0 if num_top is None else (1 + num_top) * self._call.num_choices * int(usage["total_tokens"])
+
     async def _write_stream(self, generation: Generation, send: Send) -> None:
         events = ChunkEvents(self._call)
+        if self._call.returns_token_ids:
+            events = EventsWithTokenIds(self._call, generation.choices)
         echoes = self._echoes()
         if not generation.choices:
             await self._send_events(send, self._only_echo(events, echoes))
-        opened: set[int] = set()
-        async for number, text, reason in generation.steps():
+        opened: dict[int, ChoiceLogprobs] = {}
+        async for piece in generation.steps():
+            number = piece.number
             if number not in opened:
-                opened.add(number)
-                await self._send_events(send, self._opening(events, number, echoes[number]))
-            if text:
-                await self._send_events(send, (events.text(number, text),))
-            if reason is not None:
-                await self._send_events(send, (events.finish(number, reason),))
+                opened[number] = self._logprobs(generation, number)
+                num_values = self._num_logprobs(usage_of(self._call, 0, 0)) if self._call.echoes is not None else 0
+                told = await off_loop(num_values, partial(opened[number].opening, echoes[number]))
+                await self._send_events(send, self._opening(events, number, echoes[number], told))
+            if piece.text or piece.entries:
+                await self._send_events(send, (events.text(number, piece.text, opened[number].of(piece.entries)),))
+            if piece.finish_reason is not None:
+                await self._send_events(send, (events.finish(number, piece.finish_reason),))
         if self._call.wants_usage_chunk:
             usage = usage_of(self._call, generation.num_completion_tokens, generation.num_cached_tokens)
             await self._send_events(send, (events.usage(usage),))
@@ -133,10 +175,16 @@ class Reply:
         echoes = self._call.echoes or ("",) * len(self._call.prompts)
         return [echo for echo in echoes for _ in range(self._call.num_choices)]
 
-    def _opening(self, events: ChunkEvents, number: int, echo: str) -> list[bytes]:
+    def _logprobs(self, generation: Generation, number: int) -> ChoiceLogprobs:
+        of_prompt = generation.prompt_entries[number // self._call.num_candidates]
+        return ChoiceLogprobs(self._engine.model.tokenizer, self._call, of_prompt)
+
+    def _opening(
+        self, events: ChunkEvents, number: int, echo: str, logprobs: dict[str, Any] | None = None
+    ) -> list[bytes]:
         if self._call.is_chat:
             return [events.role(number)]
-        return [events.text(number, echo)] if echo else []
+        return [events.text(number, echo, logprobs)] if echo or logprobs else []
 
     def _only_echo(self, events: ChunkEvents, echoes: list[str]) -> list[bytes]:
         finished = []

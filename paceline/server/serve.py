@@ -1,12 +1,18 @@
 """One process that serves: binds first, loads, answers, drains on SIGTERM or SIGINT, leaves at once on the second.
 
-While the model loads the port already answers: /health says 503 loading, and so do the other routes.
+While the model loads the port already answers: /health says 503 loading, and so do the other routes. When the engine
+has died every open stream is told, /health says 503 dead for a moment, and the process leaves by itself.
+
+Exit status: 0 drained (streams cut at the end of the grace included), 1 a second signal or a dead engine, 2 the
+caller's mistake (a bad knob, a model that cannot be served, a port in use).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
+import logging
 import signal
 import socket
 import sys
@@ -15,9 +21,11 @@ from typing import Any, TypeAlias
 
 import uvicorn
 
+from .. import logs
 from ..clock import Clock
 from ..config import ServerConfig
 from ..engine.messages import EngineStats, Outputs, Submit
+from ..engine.transport import STDERR
 from ..errors import ConfigError, EngineDead
 from .app import make_app, served_names
 from .engine_port import Engine, EngineInfo, RequestStream, SeedSource, ServedModel
@@ -27,7 +35,10 @@ from .reply import LiveReplies
 EngineFactory: TypeAlias = Callable[[], Awaitable[Engine]]    # awaited on the loop; heavy work belongs in a thread
 KEEP_ALIVE_SECONDS = 65      # longer than the 60 of common load balancers
 BACKLOG = 2048
+MAX_OPEN_FILES = 65536
 CLOSE_SECONDS = 5            # for clients to take the last bytes, after the drain
+LOGGER = logging.getLogger("paceline.server")
+DEAD_SECONDS = 1.0           # a dead engine's server still answers for so long, for those who ask after its health
 
 
 class EngineSlot:
@@ -65,6 +76,12 @@ class EngineSlot:
 
     def submit(self, message: Submit) -> RequestStream:
         return self._get().submit(message)
+
+    def check_room(self) -> None:
+        self._get().check_room()
+
+    async def until_dead(self) -> None:
+        await self._get().until_dead()
 
     def is_stalled(self, limit_seconds: float) -> bool:
         return self._engine is not None and self._engine.is_stalled(limit_seconds)
@@ -139,7 +156,7 @@ class Service:
         try:
             if await self._load():
                 on_event("ready")
-                await self._stop_asked.wait()
+                await self._either(self._slot.until_dead(), self._stop_asked.wait())
                 await self._drain()
         finally:
             self._live.cut_all()
@@ -163,6 +180,10 @@ class Service:
         return True
 
     async def _drain(self) -> None:
+        """Lets what runs come to its end. A dead engine has told its streams already."""
+        if self._slot.state == "dead":
+            await self._either(asyncio.sleep(DEAD_SECONDS), self._stop_asked.wait())
+            return
         draining = asyncio.ensure_future(self._slot.drain(self._config.grace_seconds))
         await self._first_of(draining, self._stop_insisted.wait())
         if draining.done():
@@ -175,6 +196,13 @@ class Service:
         waiting = asyncio.ensure_future(other)
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
+
+    async def _either(self, *events: Coroutine[Any, Any, object]) -> None:
+        """Waits for the first of them."""
+        waiting = [asyncio.ensure_future(event) for event in events]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in waiting:
+            one.cancel()
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -211,6 +239,9 @@ def serve(
         service = Service(engine_factory, config, model_name, seed_source, clock, engine_info)
 
         def tell(event: str) -> None:
+            if config.log_format == "json":
+                LOGGER.info(event)
+                return
             print(f"paceline: {event}", file=sys.stderr, flush=True)
             if event == "ready":
                 print(greeting(service.address, served_names(config, model_name)[0], service.is_chat_model),
@@ -218,8 +249,23 @@ def serve(
 
         return await service.run(tell)
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    faulthandler.enable(STDERR)
+    raise_file_limit()
+    with (logs.configured(config.log_format, config.log_level),
+          asyncio.Runner(loop_factory=_loop_factory()) as runner):
         return runner.run(run())
+
+
+def raise_file_limit() -> None:
+    """Each client takes a file descriptor, and the usual soft limit of 1024 is soon reached."""
+    try:
+        import resource
+    except ImportError:              # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def greeting(address: str, model_name: str, is_chat_model: bool) -> str:

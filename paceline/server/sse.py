@@ -2,7 +2,8 @@
 
 Order per choice (OpenAI): chat starts with a chunk that has the role and content "", then text, then a chunk with an
 empty delta and the finish reason. Completions send text, then empty text with the finish reason. The usage chunk, if
-asked for, has no choices and comes last before [DONE]; all other chunks then have usage null.
+asked for, has no choices and comes last before [DONE]; all other chunks then have usage null. Log-probabilities come
+with the step that made their tokens, the text of which may be held back until a later one.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class ChunkEvents:
         starts = [self._head + b',"choices":[{"index":%d' % index for index in range(num_choices)]
         self._before_text = [start + text_key for start in starts]
         self._after_text = closing + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        self._before_logprobs = closing + b',"logprobs":'
+        self._after_logprobs = b',"finish_reason":null}]' + self._tail
         self._before_reason = [start + nothing + b',"logprobs":null,"finish_reason":"' for start in starts]
         self._after_reason = b'"}]' + self._tail
         self._role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' + self._tail
@@ -45,8 +48,11 @@ class ChunkEvents:
     def role(self, index: int) -> bytes:
         return self._starts[index] + self._role
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._before_text[index] + orjson.dumps(text) + self._after_text
+    def text(self, index: int, text: str, logprobs: Mapping[str, Any] | None = None) -> bytes:
+        start = self._before_text[index] + orjson.dumps(text)
+        if logprobs is None:
+            return start + self._after_text
+        return start + self._before_logprobs + orjson.dumps(logprobs) + self._after_logprobs
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._before_reason[index] + reason.encode() + self._after_reason

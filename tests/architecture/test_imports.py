@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "request": {"errors"},
     "clock": {"errors"},
+    "logs": set(),
     "config": {"errors"},
     "presets": {"errors", "config"},
     "kv": BASE,
@@ -29,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "runner": BASE | {"kv", "sched", "ops", "model"},
     "engine": BASE | {"kv", "sched", "model"},
     "sim": BASE | {"presets", "kv", "sched", "engine"},
-    "server": BASE | {"kv", "sched", "model", "engine"},
+    "server": BASE | {"logs", "kv", "sched", "model", "engine"},
     "bench": BASE | {"presets", "kv", "sched", "model", "engine", "sim"},
 }
 COMPOSITION = {"build", "info", "journals", "cli", "__init__", "__main__"}    # may import anything

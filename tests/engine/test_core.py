@@ -93,6 +93,23 @@ def test_an_abort_is_news_even_when_nothing_is_left_to_run() -> None:
     assert recorder.ended == ["a"]
 
 
+def test_a_deadline_is_looked_at_before_each_step() -> None:
+    core, recorder = make_core()
+    core.add(submit("a", max_tokens=50, deadline=5.0))
+    core.add(submit("b", max_tokens=50, deadline=7.0))
+    core.step()
+    clock = core.clock
+    assert isinstance(clock, VirtualClock)
+    clock.advance(5.0)
+    news = core.step()
+    assert [(output.request_id, output.finish_reason) for output in news.outputs] == [
+        ("a", FinishReason.TIMEOUT), ("b", None)]
+    clock.advance(5.0)
+    news = core.step()    # nothing is left to run
+    assert [output.finish_reason for output in news.outputs] == [FinishReason.TIMEOUT] and news.step_num_tokens == 0
+    assert recorder.ended == ["a", "b"] and not core.has_work()
+
+
 def test_a_bad_request_is_refused_before_anything_moves() -> None:
     core, _ = make_core(num_blocks=10, block_size=4)
     with pytest.raises(PromptTooLong):

@@ -191,6 +191,46 @@ def test_a_stop_that_spells_a_special_token_matches_its_id_and_cuts_nothing() ->
     assert shown.find_stop() == StopMatch(text="<|im_end|>", num_text_chars=3)
 
 
+def in_pieces(output: OutputText, token_ids: list[int]) -> tuple[str, StopMatch | None]:
+    """What push() gives token by token, until a stop string is found."""
+    text = ""
+    for token_id in token_ids:
+        text += output.push([token_id])
+        if output.find_stop() is not None:
+            break
+    return text, output.find_stop()
+
+
+def test_stop_strings_are_not_looked_at_until_min_tokens_are_out() -> None:
+    tokenizer = smollm2()
+    token_ids = tokenizer.encode("a b a b a b a b")
+    assert len(token_ids) == 8
+    for min_tokens, text in ((0, "a"), (1, "a"), (2, "a b a"), (3, "a b a"), (4, "a b a b a")):
+        assert in_pieces(OutputText(tokenizer, (" b",), min_tokens=min_tokens), token_ids)[0] == text
+    found = in_pieces(OutputText(tokenizer, (" a b a",), min_tokens=6), token_ids)    # begins before, ends after
+    assert found == ("a b a b", StopMatch(text=" a b a", num_text_chars=7))
+
+
+@pytest.mark.parametrize(("keeps_stop", "text"), [(False, "I"), (True, "I lo")])
+def test_the_text_may_keep_the_stop_string_and_nothing_past_it(keeps_stop: bool, text: str) -> None:
+    tokenizer = smollm2()
+    token_ids = tokenizer.encode("I love")
+    output = OutputText(tokenizer, (" lo",), keeps_stop=keeps_stop)
+    first = output.push(token_ids[:-1])
+    probe = OutputText(tokenizer, (" lo",))
+    probe.push(token_ids)
+    assert first + output.end(token_ids[-1:], probe.find_stop()) == text
+
+
+@pytest.mark.parametrize(("skips", "keeps_stop", "text"), [
+    (True, False, "bye"), (True, True, "bye"), (False, False, "bye"), (False, True, "bye<|im_end|>")])
+def test_the_token_that_stops_is_shown_only_when_it_is_to_be_kept(skips: bool, keeps_stop: bool, text: str) -> None:
+    tokenizer = smollm2()
+    token_ids = tokenizer.encode("bye<|im_end|>")
+    output = OutputText(tokenizer, skip_special_tokens=skips, keeps_stop=keeps_stop)
+    assert output.end(token_ids, StopMatch(token_id=token_ids[-1])) == text
+
+
 # ---- StopFinder
 
 def step(finder: StopFinder, token_ids: tuple[int, ...], *stop: str, request_id: str = "r",

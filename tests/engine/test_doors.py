@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from paceline.clock import WallClock
-from paceline.engine.async_engine import AsyncEngine, ServedModel
+from paceline.engine.async_engine import MAX_UNREAD_NEWS, AsyncEngine, ServedModel
 from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
 from paceline.engine.messages import News, Ready, RequestOutput, Submit
+from paceline.engine.queue_limits import QueueLimits
 from paceline.engine.transport import TRANSPORTS, ProcessTransport, _PipeInbox, run_loop
 from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong
 from paceline.request import FinishReason, SamplingParams
@@ -25,21 +27,28 @@ from paceline.sched.plan import SchedulerOutput, StepResult
 from tests.fakes import Setup, ShadowExecutor, Stage
 
 SETUP = Setup(num_blocks=64, max_model_len=200)
+LIMITS = QueueLimits(max_choices=64)
 
 
 class FailsAt(ShadowExecutor):
-    """Breaks in the given step: as an error, or by ending the process as a crash would."""
+    """Breaks in the given step: as an error, by ending the process as a crash would, or by never coming back."""
 
-    def __init__(self, step_id: int, is_crash: bool = False) -> None:
+    def __init__(self, step_id: int, how: str) -> None:
         super().__init__(SETUP.num_blocks, SETUP.block_size)
-        self._step_id, self._is_crash = step_id, is_crash
+        self._step_id, self._how = step_id, how
 
     def collect(self, ticket: SchedulerOutput) -> StepResult:
         if ticket.step_id == self._step_id:
-            if self._is_crash:
+            if self._how == "crash":
                 os._exit(9)
+            if self._how == "hang":
+                a_step_that_hangs()
             raise RuntimeError("a kernel broke")
         return super().collect(ticket)
+
+
+def a_step_that_hangs() -> None:
+    threading.Event().wait()
 
 
 @dataclass
@@ -51,9 +60,9 @@ class Loaded:
         pass
 
 
-def load(fails_at: int | None = None, is_crash: bool = False) -> Loaded:
+def load(fails_at: int | None = None, how: str = "error") -> Loaded:
     executor = (ShadowExecutor(SETUP.num_blocks, SETUP.block_size) if fails_at is None
-                else FailsAt(fails_at, is_crash))
+                else FailsAt(fails_at, how))
     core = EngineCore(Stage(SETUP).scheduler, executor, WallClock(), EngineEvents(lambda listener, error: None))
     return Loaded(core, Ready(max_model_len=200, num_blocks=64, block_size=4, fingerprint="shadow"))
 
@@ -73,9 +82,11 @@ def submit(request_id: str, max_tokens: int = 4, num_choices: int = 1) -> Submit
 
 
 def with_engine(transport: str, story: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
-                make_core: Callable[[], Loaded] = load, max_queue: int = 64) -> None:
+                make_core: Callable[[], Loaded] = load, limits: QueueLimits = LIMITS,
+                step_timeout_seconds: float | None = None) -> None:
     async def play() -> None:
-        engine = AsyncEngine(TRANSPORTS[transport](make_core), served, max_queue)
+        engine = AsyncEngine(TRANSPORTS[transport](make_core), served, limits, WallClock(),
+                             step_timeout_seconds)
         assert engine.state == "loading"
         await engine.start()
         try:
@@ -150,13 +161,13 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async def story(engine: AsyncEngine) -> None:
         await engine.ready()
         held = engine.submit(submit("a", num_choices=2))
-        with pytest.raises(Overloaded, match="2 requests are unfinished, the limit is 2") as refused:
+        with pytest.raises(Overloaded, match=r"2 requests are unfinished, 1 more would exceed max_queue") as refused:
             engine.submit(submit("b"))
         assert 1 <= refused.value.retry_after_seconds <= 60
         assert len({output.request_id async for output in held}) == 2
         assert len([output async for output in engine.submit(submit("b"))]) == 4
 
-    with_engine("thread", story, max_queue=2)
+    with_engine("thread", story, limits=QueueLimits(max_choices=2))
 
 
 @both
@@ -198,7 +209,89 @@ def test_an_engine_process_that_vanishes_is_noticed() -> None:
                 pass
         assert engine.state == "dead"
 
-    with_engine("process", story, partial(load, 3, True))
+    with_engine("process", story, partial(load, 3, "crash"))
+
+
+@both
+def test_a_step_that_hangs_is_given_up_with_its_stack(transport: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        with pytest.raises(EngineDead, match=r"running for more than 0\.2 seconds"):
+            async for _ in engine.submit(submit("a", max_tokens=100)):
+                pass
+        await engine.until_dead()
+        assert (engine.state, engine.num_unfinished) == ("dead", 0)
+        if isinstance(engine._transport, ProcessTransport):
+            await asyncio.to_thread(engine._transport.join, 20)    # it has written its stacks by then
+            assert engine._transport._process.exitcode == -signal.SIGABRT
+
+    with_engine(transport, story, partial(load, 3, "hang"), step_timeout_seconds=0.2)
+    assert "in a_step_that_hangs" in capfd.readouterr().err
+
+
+def test_an_engine_does_not_run_away_from_a_front_that_is_busy() -> None:
+    loaded = load()
+
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=190))
+        while engine._unread._value:    # keeps the event loop busy until the engine waits for it
+            pass
+        executor = loaded.core.executor
+        assert isinstance(executor, ShadowExecutor)
+        assert len(executor.steps) <= MAX_UNREAD_NEWS + 1
+        assert sum([len(output.token_ids) async for output in stream]) == 190
+
+    with_engine("thread", story, lambda: loaded)
+
+
+def test_an_engine_with_nothing_to_do_does_not_hang() -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        assert not engine.is_stalled(0.0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.until_dead(), 0.2)    # twenty looks
+        assert len([output async for output in engine.submit(submit("a"))]) == 4
+
+    with_engine("thread", story, step_timeout_seconds=0.04)
+
+
+def test_a_killed_engine_process_is_a_dead_engine() -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        stream = engine.submit(submit("a", max_tokens=190))
+        await anext(stream)
+        transport = engine._transport
+        assert isinstance(transport, ProcessTransport)
+        transport.kill()
+        with pytest.raises(EngineDead, match=f"exit status -{signal.SIGKILL.value}"):
+            async for _ in stream:
+                pass
+        await engine.until_dead()
+        assert engine.num_unfinished == 0
+
+    with_engine("process", story)
+
+
+@both
+def test_limits_count_tenants_and_tokens_until_the_last_choice_has_ended(transport: str) -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        held = engine.submit(replace(submit("a", num_choices=2), tenant="x"))
+        for refused in (replace(submit("b"), tenant="x"), replace(submit("b"), tenant="y", prompt_token_ids=(1,) * 96)):
+            with pytest.raises(Overloaded):
+                engine.submit(refused)
+        engine.check_room()
+        others = engine.submit(replace(submit("b"), tenant="y"))
+        assert len({output.request_id async for output in held}) == 2
+        assert len([output async for output in others]) == 4
+        assert (engine._gate.num_choices, engine._gate.num_tokens) == (0, 0)
+        again = engine.submit(replace(submit("a"), tenant="x"))
+        again.abort()
+        assert (engine._gate.num_choices, engine._gate.num_tokens) == (0, 0)
+
+    limits = QueueLimits(max_choices=64, max_tokens=100, max_choices_per_tenant=2)
+    with_engine(transport, story, limits=limits)
 
 
 @both

@@ -93,16 +93,65 @@ def test_numbers_may_come_from_numpy(llm: LLM) -> None:
     assert plain == fancy
 
 
+NAN, INF = float("nan"), float("inf")
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    *[(name, value) for name in ("min_p", "typical_p") for value in (NAN, INF, -INF, -0.1, 1.1, "x", [])],
+    ("typical_p", 0), ("top_p", 0),
+    *[("repetition_penalty", value) for value in (NAN, INF, 0, -1, 0.009, 101, "x")],
+    *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (NAN, INF, -2.1, 2.1, "x")],
+    *[("logit_bias", value) for value in ({1: NAN}, {1: INF}, {1: -100.1}, {1: 101}, {-1: 0}, {VOCAB_SIZE: 0}, {"x": 0},
+                                          {1: "x"}, 5, [(1, 1), (1, 2)], {1.5: 0}, dict.fromkeys(range(1025), 0.0))],
+    *[("min_tokens", value) for value in (-1, 17, 1.5, "x")],
+    *[("allowed_token_ids", value) for value in ([], [-1], [VOCAB_SIZE], ["a"], 5, [1.5])],
+    *[("bad_words", value) for value in ([""], [" "], [[]], [[VOCAB_SIZE]], [5], 5, [["a"]], [[1, 2] * 2049])],
+    *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-1, 21, 1.5, "x", 10**9)],
+    *[(name, value) for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+      for value in (1, "x")],
+    *[("best_of", value) for value in (0, 129, 1.5, "x")],
+    *[("truncate_prompt_tokens", value) for value in (0, -2, 10**9, 1.5, "x")],
+]
+
+
 @pytest.mark.parametrize(("name", "value"), [
     ("max_tokens", "5"), ("max_tokens", 2.5), ("top_k", 1.5), ("seed", 1.0), ("temperature", "hot"), ("top_p", []),
     ("stop", [5]), ("stop", 5), ("stop_token_ids", ["a"]), ("stop_token_ids", 5), ("stop_token_ids", [VOCAB_SIZE]),
-    ("max_tokens", 0), ("temperature", float("nan")), ("stop", [""]), ("seed", 1 << 63),
+    ("max_tokens", 0), ("temperature", float("nan")), ("stop", [""]), ("seed", 1 << 63), *OUT_OF_RANGE,
 ])
 def test_a_value_of_the_wrong_kind_is_refused_by_name_before_anything_runs(llm: LLM, name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name) as refused:
         generate(llm, **{name: value})
     assert refused.value.param == name
     assert not llm.core.has_work()
+
+
+def test_bad_words_that_leave_none_of_the_allowed_tokens_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="allowed_token_ids"):
+        generate(llm, allowed_token_ids=[5, 6], bad_words=[[5], [6]])
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("min_p", 0), ("min_p", 1), ("typical_p", 1), ("typical_p", 1e-9), ("repetition_penalty", 0.01),
+    ("repetition_penalty", 100), ("presence_penalty", -2), ("frequency_penalty", 2), ("min_tokens", 0),
+    ("min_tokens", 16),
+    ("logit_bias", {}), ("logit_bias", {0: -100, VOCAB_SIZE - 1: 100}), ("allowed_token_ids", [0]), ("bad_words", []),
+    ("bad_words", [[5, 5]]), ("logprobs", True), ("logprobs", False), ("logprobs", 20), ("prompt_logprobs", 0),
+    ("best_of", 1), ("truncate_prompt_tokens", 1), ("truncate_prompt_tokens", -1), ("stop", "one"),
+])
+def test_the_edges_are_legal(llm: LLM, name: str, value: Any) -> None:
+    assert generate(llm, **{name: value})[0].finish_reason == "length"
+
+
+def test_a_prompt_may_be_cut_to_its_end(llm: LLM) -> None:
+    whole = generate(llm, [[7, 8, 9]])[0]
+    assert generate(llm, [[1, 2, 7, 8, 9]], truncate_prompt_tokens=3)[0].token_ids == whole.token_ids
+    longest = generate(llm, [list(range(1, 60)) * 5], truncate_prompt_tokens=-1, max_tokens=20)[0]
+    assert (longest.num_prompt_tokens, len(longest.token_ids)) == (180, 20)
+
+
+def test_all_choices_of_a_prompt_have_its_scores(llm: LLM) -> None:
+    choices = generate(llm, [[5, 6, 7], [8, 9]], n=2, prompt_logprobs=0)
+    assert [[one.token_id for one in choice.prompt_logprobs] for choice in choices] == [[6, 7]] * 2 + [[9]] * 2
+    assert generate(llm)[0].prompt_logprobs is None
 
 
 @pytest.mark.parametrize("prompt", [[], [1.5], ["a"], [VOCAB_SIZE], [-1], 5, None])

@@ -31,17 +31,24 @@ class Run:
     """What a client can see of a run: tokens and log-probabilities (compared as exact floats)."""
 
     tokens: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
+    logprobs: tuple[object, ...]    # of each request all there are: its tokens', the best ones', its prompt's
     num_preemptions: int
     num_cached_tokens: int
 
 
 def sampling(index: int, num_tokens: int) -> SamplingParams:
-    """Greedy and drawn requests side by side: their rows must not touch each other."""
+    """Greedy and drawn side by side, plain ones and such with everything: their rows must not touch each other."""
+    plain = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+    if index == 2:
+        return replace(plain, repetition_penalty=1.3, frequency_penalty=0.2, bad_words=((198,), (28, 216)), logprobs=3,
+                       prompt_logprobs=2)
     if index % 2 == 0:
-        return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=True)
-    return SamplingParams(max_tokens=num_tokens, temperature=0.9, top_k=40, top_p=0.95, seed=1000 + index,
-                          ignore_eos=True, logprobs=True)
+        return plain
+    drawn = replace(plain, temperature=0.9, top_k=40, top_p=0.95, seed=1000 + index)
+    if index == 1:
+        return drawn
+    return replace(drawn, min_p=0.02, typical_p=0.9, presence_penalty=0.5, logit_bias=((28, -100.0),), min_tokens=2,
+                   stop_token_ids=(30,))
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class Setup:
                 done = []
                 for group in ([prompt] for prompt in prompts) if is_solo else [list(prompts)]:
                     done += self._generate(llm, group, first_index=len(done))
-            return Run(tuple(c.token_ids for c in done), tuple(c.logprobs for c in done),
+            return Run(tuple(c.token_ids for c in done),
+                       tuple((c.logprobs, c.top_logprobs, c.prompt_logprobs) for c in done),
                        sum(c.num_preemptions for c in done), sum(c.num_cached_tokens for c in done))
 
     def _generate(self, llm, group, first_index):
@@ -70,7 +78,7 @@ class Setup:
 
 
 def vars_of(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+    return {name: getattr(params, name) for name in SamplingParams.__slots__}    # what LLM takes, as it takes it
 
 
 @pytest.fixture(scope="module", params=[(path, form) for path in PATHS for form in FORMS],

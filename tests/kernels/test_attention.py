@@ -101,11 +101,11 @@ class Attention:
             seen_from = max(self.num_computed[row] + 1 - self.window, 0) if self.window else 0
             tables[i, : seen_from // self.block_size] = -(2**30)
         zeros = np.zeros(num_tokens, np.uint32)
-        _, _, out = self.runner.step(
+        out = self.runner.step(
             np.concatenate([new_tokens[row] for row in rows]).astype(np.int32), positions.astype(np.int32), starts,
             tables[None], np.arange(num_tokens, dtype=np.int32), np.zeros((0, 2), np.int32),
             zeros.astype(np.float32), zeros.astype(np.int32), np.ones(num_tokens, np.float32), zeros.astype(np.uint64),
-            zeros, zeros, zeros.astype(np.uint64), zeros.astype(np.uint8), wants_logits=True)
+            zeros, zeros, zeros.astype(np.uint64), zeros.astype(np.uint8), wants_logits=True)[2]
         for row, count in zip(rows, counts, strict=True):
             self.num_computed[row] += count
         return {row: out[starts[i] : starts[i + 1]] for i, row in enumerate(rows)}

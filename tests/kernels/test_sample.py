@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,15 +33,21 @@ def batch(num_rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float 
     )
 
 
+COLUMNS = tuple(name for name in SamplingBatch.__slots__ if name != "extras")
+
+
 def rows_of(sampling: SamplingBatch, rows: Sequence[int] | NDArray[np.intp]) -> SamplingBatch:
-    names = SamplingBatch.__slots__
-    return SamplingBatch(**{name: np.ascontiguousarray(getattr(sampling, name)[rows]) for name in names})
+    return SamplingBatch(**{name: np.ascontiguousarray(getattr(sampling, name)[rows]) for name in COLUMNS})
 
 
 def draw(kernels: ModuleType, path: str, logits: Floats, sampling: SamplingBatch) -> tuple[NDArray[np.int32], Floats]:
-    arrays = [getattr(sampling, name) for name in SamplingBatch.__slots__]
-    ids, logprobs = kernels.sample(path, np.ascontiguousarray(logits, np.float32), *arrays)
-    return ids, logprobs
+    return draw_all(kernels, path, logits, sampling)[:2]
+
+
+def draw_all(kernels: ModuleType, path: str, logits: Floats, sampling: SamplingBatch) -> tuple[Any, ...]:
+    arrays = [getattr(sampling, name) for name in COLUMNS]
+    answer: tuple[Any, ...] = kernels.sample(path, np.ascontiguousarray(logits, np.float32), *arrays, sampling.extras)
+    return answer
 
 
 def language_like(rng: np.random.Generator, num_rows: int, vocab_size: int) -> Floats:
@@ -49,14 +57,26 @@ def language_like(rng: np.random.Generator, num_rows: int, vocab_size: int) -> F
     return logits.astype(np.float32)
 
 
+def entry_of(sampling: SamplingBatch, row: int) -> int | None:
+    rows = [] if sampling.extras is None else sampling.extras.rows.tolist()
+    return rows.index(row) if row in rows else None
+
+
 def could_be(logits: Floats, sampling: SamplingBatch, row: int, token: int, slack: float = 1e-6) -> bool:
     """True if the rules give `token` once every boundary may move by `slack` of the total."""
+    extras, entry = sampling.extras, entry_of(sampling, row)
+    min_p, typical_p = 0.0, 1.0
+    if extras is not None and entry is not None:
+        logits = sampler.changed_logits(logits, extras, entry)
+        min_p, typical_p = float(extras.min_p[entry]), float(extras.typical_p[entry])
     scaled = logits / sampling.temperature[row]
     u = sampler.uniform(int(sampling.seed[row]), int(sampling.prompt_index[row]), int(sampling.choice_index[row]),
                         int(sampling.position[row]))
     top_k, top_p = int(sampling.top_k[row]), float(sampling.top_p[row])
-    for kept_p in (top_p,) if top_p >= 1 else (top_p * (1 - slack), top_p * (1 + slack)):
-        kept = sampler.kept_ids(scaled, top_k, kept_p)
+    for factors in itertools.product((1 - slack, 1 + slack), repeat=3):
+        wide = [limit if limit in (0.0, 1.0) else limit * factor
+                for limit, factor in zip((top_p, min_p, typical_p), factors, strict=True)]
+        kept = sampler.kept_ids(scaled, top_k, *wide)
         if token not in kept:
             continue
         cumulative = np.cumsum(sampler.weights(scaled)[kept])
@@ -70,7 +90,7 @@ def could_be(logits: Floats, sampling: SamplingBatch, row: int, token: int, slac
 
 def assert_agree(logits: Floats, sampling: SamplingBatch, ids: NDArray[np.int32], logprobs: Floats) -> int:
     """Equal tokens, but where a draw lies on a boundary; returns how many rows were equal."""
-    expected, expected_logprobs = sampler.sample_reference(logits, sampling)
+    expected, expected_logprobs, *_ = sampler.sample_reference(logits, sampling)
     for row in np.flatnonzero(ids != expected):
         assert could_be(logits[row], sampling, row, int(ids[row])), (row, ids[row], expected[row])
     same = ids == expected
@@ -208,7 +228,7 @@ def test_a_temperature_too_small_to_divide_by_is_temperature_zero(kernels: Modul
 
 def test_a_wrong_array_is_named(kernels: ModuleType, path: str) -> None:
     sampling = batch(2)
-    arrays = [getattr(sampling, name) for name in SamplingBatch.__slots__]
+    arrays = [getattr(sampling, name) for name in COLUMNS]
     with pytest.raises(ValueError, match="top_p: has 1 entries, needs 2"):
         kernels.sample(path, np.zeros((2, 8), np.float32), *arrays[:2], arrays[2][:1], *arrays[3:])
     with pytest.raises(ValueError, match="seed: needs a C-contiguous array of uint64"):

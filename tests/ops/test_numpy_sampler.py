@@ -12,7 +12,7 @@ from tests.runner.helpers import sampling_rows
 
 
 def draw(logits: Any, **columns: Any) -> int:
-    token_ids, _ = sample_reference(np.array([logits], np.float32), sampling_rows(1, **columns))
+    token_ids, *_ = sample_reference(np.array([logits], np.float32), sampling_rows(1, **columns))
     return int(token_ids[0])
 
 
@@ -47,13 +47,29 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert kept([5, 5, 5, 5], top_p=0.5) == [0, 1]
 
 
+def test_min_p_comes_before_top_p() -> None:
+    """What min_p drops is not there when top_p adds up shares; transformers does it the other way round."""
+    logits = np.log(np.array([0.4, 0.35, 0.05, 0.1, 0.1], np.float32))
+    assert kept_ids(logits, 0, 0.74).tolist() == [0, 1]
+    assert kept_ids(logits, 0, 0.53, min_p=0.5).tolist() == [0]        # 0.4 of 0.75
+    assert kept_ids(logits, 0, 0.53).tolist() == [0, 1]
+    assert kept_ids(logits, 1, 1.0, min_p=0.5).tolist() == [0]
+
+
+def test_typical_p_takes_the_most_typical_first() -> None:
+    logits = np.log(np.array([0.3, *[0.07] * 10], np.float32))
+    assert kept_ids(logits, 0, 1.0, typical_p=0.5).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert kept_ids(logits, 0, 1.0, typical_p=0.01).tolist() == [1]
+    assert kept_ids(logits, 3, 1.0, typical_p=0.01).tolist() == [0]    # of what top_k left
+
+
 def test_draws_follow_the_distribution() -> None:
     shares = np.array([0.1, 0.5, 0.15, 0.25])
     num_draws = 4000
     logits = np.tile(np.log(shares).astype(np.float32), (num_draws, 1))
-    ids, _ = sample_reference(logits, sampling_rows(num_draws, temperature=1.0, position=np.arange(num_draws)))
+    ids, *_ = sample_reference(logits, sampling_rows(num_draws, temperature=1.0, position=np.arange(num_draws)))
     np.testing.assert_allclose(np.bincount(ids, minlength=4) / num_draws, shares, atol=0.03)
-    cold, _ = sample_reference(logits, sampling_rows(num_draws, temperature=0.5, position=np.arange(num_draws)))
+    cold, *_ = sample_reference(logits, sampling_rows(num_draws, temperature=0.5, position=np.arange(num_draws)))
     np.testing.assert_allclose(np.bincount(cold, minlength=4) / num_draws, shares**2 / (shares**2).sum(), atol=0.03)
 
 
@@ -69,7 +85,7 @@ def test_every_part_of_the_key_changes_the_draw() -> None:
 
 def test_logprobs_are_raw() -> None:
     logits = np.log(np.array([[0.1, 0.6, 0.3]], np.float32))
-    ids, logprobs = sample_reference(logits, sampling_rows(1, temperature=0.01, top_k=1))
+    ids, logprobs, *_ = sample_reference(logits, sampling_rows(1, temperature=0.01, top_k=1))
     assert ids.tolist() == [1] and logprobs[0] == pytest.approx(np.log(0.6), abs=1e-6)
     assert sample_reference(logits, sampling_rows(1, wants_logprob=0))[1].tolist() == [0]
 

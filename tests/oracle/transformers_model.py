@@ -54,3 +54,9 @@ def greedy(prompt_token_ids: list[int], num_tokens: int) -> tuple[list[int], lis
 def last_logits(prompt_token_ids: list[int]) -> Any:
     """float32 [vocabulary] after the prompt."""
     return model()(input_ids=torch.tensor([prompt_token_ids])).logits[0, -1].numpy()
+
+
+@torch.no_grad()
+def log_probabilities(token_ids: list[int]) -> Any:
+    """float32 [tokens - 1, vocabulary]: row i for the token after token_ids[i]."""
+    return model()(input_ids=torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1).numpy()

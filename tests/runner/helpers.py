@@ -33,8 +33,8 @@ if (kernels := load_kernels()) is not None:
     for path_name in kernels.paths():
         BACKENDS[f"cpu-{path_name}"] = lambda path=path_name: CpuBackend(path, num_threads=2)
 
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0, logprobs=True)
-RANDOM = SamplingParams(max_tokens=64, temperature=0.9, top_k=40, top_p=0.95, seed=11, logprobs=True)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, logprobs=0)
+RANDOM = SamplingParams(max_tokens=64, temperature=0.9, top_k=40, top_p=0.95, seed=11, logprobs=0)
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from paceline.clock import VirtualClock
-from paceline.errors import InvariantError, StepFailed
+from paceline.errors import InvariantError
 from paceline.ops.interface import ForwardBatch, StepOutput
 from paceline.request import SamplingParams
 from paceline.runner.executor import ModelExecutor
-from paceline.sched.plan import Executor, LastSampled
+from paceline.sched.plan import Executor, LastSampled, ScoredTokens
 
 from .helpers import Generation, generate, kv_of, make_executor, plan, prompt, row, tiny_spec
 
@@ -70,21 +72,24 @@ def test_markers_and_ids_generate_the_same() -> None:
     assert drawn == hero.drawn
 
 
-def test_logits_that_are_not_finite_name_their_requests() -> None:
-    executor, _ = scripted([5, -1, -1, 9], [1])
-    ticket = executor.submit(plan(*(row(name, 0, [1], (0,)) for name in "abcd"), step_id=3))
-    with pytest.raises(StepFailed, match=r"step 3.*not finite: b, c") as failure:
-        executor.collect(ticket)
-    assert failure.value.request_ids == ("b", "c")
-    with pytest.raises(StepFailed, match="b"):    # never fed to the model as a token
-        executor.submit(plan(row("b", 1, [LastSampled.TOKEN], (0,))))
+def test_logits_that_are_not_finite_fail_their_rows_only() -> None:
+    executor, runner = scripted([5, -1, -1, 9], [1, 2])
+    result = executor.collect(executor.submit(plan(*(row(name, 0, [1], (0,)) for name in "abcd"), step_id=3)))
+    assert [one.token_ids for one in result.rows] == [(5,), (), (), (9,)]
+    assert [one.failure for one in result.rows] == [None, "the model's logits are not finite",
+                                                    "the model's logits are not finite", None]
+    goes_on = plan(*(row(name, 1, [LastSampled.TOKEN], (0,)) for name in "ab"))
+    result = executor.collect(executor.submit(goes_on))
+    assert [one.failure for one in result.rows] == [None, "the step before this one drew no token"]
+    assert runner.batches[-1].token_ids.tolist() == [5, 0]    # -1 is never fed to the model as a token
 
 
-def test_a_poisoned_cache_fails_the_step_and_not_silently() -> None:
+def test_a_poisoned_cache_fails_the_row_and_not_silently() -> None:
     executor = make_executor()
     executor._runner.poison(np.arange(40, dtype=np.int32))    # type: ignore[attr-defined]
-    with pytest.raises(StepFailed, match="hero"), np.errstate(invalid="ignore"):
-        executor.collect(executor.submit(plan(row("hero", 3, [1], (0,)))))    # claims three tokens nobody computed
+    with np.errstate(invalid="ignore"):    # claims three tokens nobody computed
+        result = executor.collect(executor.submit(plan(row("hero", 3, [1], (0,)), row("other", 0, [1, 2], (1,)))))
+    assert [one.failure is None for one in result.rows] == [False, True]
 
 
 def test_only_our_own_tickets() -> None:
@@ -107,3 +112,14 @@ def test_logits_are_kept_only_when_asked() -> None:
     executor, _ = scripted([1])
     executor.submit(plan(row("a", 0, [1], (0,))))
     assert executor.last_logits is None
+
+
+def test_a_prompt_token_without_a_finite_score_fails_its_row() -> None:
+    executor = make_executor()
+    executor._runner.poison(np.arange(40, dtype=np.int32))    # type: ignore[attr-defined]
+    scoring = replace(row("hero", 3, [1, 2], (0,), params=None, wants=()), scored=ScoredTokens(0, (2, 9), 0))
+    calm = replace(row("calm", 0, [1, 2], (1,), params=None, wants=()), scored=ScoredTokens(0, (2, 9), 0))
+    with np.errstate(invalid="ignore"):
+        failed, fine = executor.collect(executor.submit(plan(scoring, calm))).rows
+    assert failed.failure == "the model's logits are not finite" and failed.scored == ()
+    assert fine.failure is None and [one.token_id for one in fine.scored] == [2, 9]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from paceline.kv.groups import NULL_BLOCK
 from paceline.model.spec import ModelSpec
-from paceline.request import Request, SamplingParams
+from paceline.request import FinishReason, Request, SamplingParams
 from tests.fakes import Setup, Stage
 
-from .helpers import BACKENDS, groups_of, kv_of, make_executor, prompt, tiny_spec
+from .helpers import BACKENDS, groups_of, kv_of, make_executor, prompt, random_weights, tiny_spec
 
 SHARED = tuple(prompt(50, 37))
 
@@ -64,6 +65,34 @@ def test_tokens_do_not_depend_on_the_size_of_the_engine(backend_name: str, setup
         assert any(plan.preempted for plan in stage.plans)
     if setup.num_blocks == 100:
         assert any(plan.transfers for plan in stage.plans), "forks copy their last block"
+
+
+def innocents(bad_token: int) -> list[Request]:
+    return [replace(one, prompt_token_ids=tuple(token for token in one.prompt_token_ids if token != bad_token))
+            for one in workload()]
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_rows_without_finite_logits_fail_and_change_nothing_for_the_others(backend_name: str) -> None:
+    spec, bad_token = tiny_spec(has_tied_head=False, embedding_scale=8.0), 7
+    weights = dict(random_weights(spec))
+    weights["embed"].raw.view(np.float32)[bad_token] = 3e38    # a number, but scaled it is none
+    guilty = [Request(request_id=f"bad{i}", prompt_token_ids=(*prompt(9, 20 + 10 * i), bad_token, 3),
+                      sampling=SamplingParams(max_tokens=9), arrival_time=2.0 * i, num_choices=i) for i in (1, 2, 3)]
+
+    def outcome(requests: list[Request]) -> Stage:
+        stage = Stage(Setup(num_blocks=30, block_size=16, max_num_batched_tokens=19))
+        stage.executor = make_executor(    # type: ignore[assignment]
+            kv_of(spec, num_blocks=30), BACKENDS[backend_name](), spec, weights)
+        stage.add(*requests)
+        with np.errstate(invalid="ignore", over="ignore"):
+            return stage.run()
+
+    quiet, mixed = outcome(innocents(bad_token)), outcome([*guilty, *innocents(bad_token)])
+    failed = {"bad1", "bad2", "bad2:1", "bad3", "bad3:1", "bad3:2"}
+    assert mixed.reasons == quiet.reasons | dict.fromkeys(failed, FinishReason.ERROR)
+    assert mixed.tokens == quiet.tokens | {name: [] for name in failed}
+    assert mixed.scheduler.stats().num_free_blocks == 30
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)

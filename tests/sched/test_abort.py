@@ -85,7 +85,8 @@ def test_a_thousand_requests_with_cancels_leave_an_empty_engine() -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 60)
     assert len(stage.finished) == 1000
     scheduler = stage.scheduler
-    leftovers = [scheduler._sampling_refs, scheduler._copies, scheduler._choices._living, scheduler._choices._unborn,
-                 scheduler._choices._parent_of_unborn, scheduler._counters._num_once_computed,
-                 scheduler.kv._prefix_cache._chains, scheduler._ended_in_flight]
+    leftovers = [scheduler._sampling_refs, scheduler._copies._copies, scheduler._deadlines._deadlines,
+                 scheduler._choices._living, scheduler._choices._unborn, scheduler._choices._parent_of_unborn,
+                 scheduler._counters._num_once_computed, scheduler.kv._prefix_cache._chains,
+                 scheduler._ended_in_flight]
     assert not any(leftovers)

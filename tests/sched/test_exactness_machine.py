@@ -1,4 +1,5 @@
-"""Any mix of adding, stepping, forking and aborting, on any size of engine: books hold and tokens equal solo runs."""
+"""Any mix of adding, stepping, forking, aborting, expiring and failing, on any size of engine: books hold and tokens
+equal those of solo runs."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
+from paceline.sched.plan import ScoredToken
 
-from ..fakes import EOS, Setup, Stage, make_request, solo
+from ..fakes import EOS, Setup, Stage, make_request, solo_stage
 
 SETUPS = st.builds(
     Setup,
@@ -35,8 +37,13 @@ ASKED = st.fixed_dictionaries({
     "max_tokens": st.sampled_from([24, 12, 1]),
     "priority": st.integers(0, 2),
     "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
+    "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
     "is_late": st.booleans(),
+    "patience": st.sampled_from([None, None, 3.0, 12.0]),    # from its arrival to its deadline
 })
+
+
+UNFORESEEN = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.TIMEOUT)
 
 
 class Engine(RuleBasedStateMachine):
@@ -46,8 +53,10 @@ class Engine(RuleBasedStateMachine):
     def start(self, setup: Setup, workload: list[dict]) -> None:
         self.stage = self.make_stage(setup)
         self.expected: dict[str, list[int]] = {}
+        self.expected_scores: dict[str, list[ScoredToken]] = {}
         self.plan = None
         self.num_added = 0
+        self.deadlines: dict[str, float | None] = {}
         for asked in workload:
             self.add(asked)
 
@@ -55,7 +64,10 @@ class Engine(RuleBasedStateMachine):
         return Stage(setup)
 
     def _expect(self, request: Request) -> None:
-        self.expected[request.request_id] = solo(request, self.stage.setup)
+        alone = solo_stage(request, self.stage.setup)
+        self.expected[request.request_id] = alone.tokens["solo"]
+        if request.choice_index == 0:
+            self.expected_scores[request.request_id] = alone.scores.get("solo", [])
 
     @rule(asked=ASKED)
     def add(self, asked: dict) -> None:
@@ -64,8 +76,11 @@ class Engine(RuleBasedStateMachine):
         prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
         max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
         fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+                  "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
-        self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, **fields))
+        deadline = None if asked["patience"] is None else self.stage.now + asked["patience"]
+        self.stage.add(make_request(name, prompt, max_tokens, num_choices=num_choices, deadline=deadline, **fields))
+        self.deadlines[name] = deadline
         for i in range(num_choices):
             self._expect(make_request(f"{name}:{i}" if i else name, prompt, max_tokens, choice_index=i, **fields))
 
@@ -97,6 +112,18 @@ class Engine(RuleBasedStateMachine):
         self.stage.abort(*([name] * (1 + twice)))
 
     @precondition(lambda self: self.plan is None)
+    @rule()
+    def expire(self) -> None:
+        self.stage.expire()
+
+    @precondition(lambda self: self.stage.scheduler.has_work())
+    @rule(picked=st.lists(st.integers(0, 1000), min_size=1, max_size=3))
+    def fail(self, picked: list[int]) -> None:
+        """The next row of some of those who run, whatever it is, gives nothing; with them their unborn choices end."""
+        names = [request.request_id for request in self.stage.scheduler.running]
+        self.stage.executor.failing |= {names[index % len(names)] for index in picked if names}
+
+    @precondition(lambda self: self.plan is None)
     @rule(index=st.integers(0, 1000), seed=st.integers(0, 3))
     def fork(self, index: int, seed: int) -> None:
         running = [r for r in self.stage.scheduler.running if r.num_output_tokens and r.status is RequestStatus.RUNNING]
@@ -111,6 +138,7 @@ class Engine(RuleBasedStateMachine):
         if child.num_tokens < self.stage.scheduler.max_model_len:
             self._expect(child)
             self.stage.fork(parent.request_id, child)
+            self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its parent
 
     @precondition(lambda self: self.plan is None)
     @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
@@ -123,6 +151,8 @@ class Engine(RuleBasedStateMachine):
             return
         for name, tokens in self.stage.tokens.items():
             assert tokens == self.expected[name][: len(tokens)], name
+        for name, scores in self.stage.scores.items():
+            assert scores == self.expected_scores[name][: len(scores)], name
 
     def teardown(self) -> None:
         if not hasattr(self, "stage"):
@@ -132,8 +162,16 @@ class Engine(RuleBasedStateMachine):
         stage = self.stage.run(max_steps=5000)
         assert stage.finished.keys() == self.expected.keys()
         for name, output in stage.finished.items():
-            if output.finish_reason is not FinishReason.ABORT:
+            failing = stage.executor.failing
+            assert name not in failing or output.finish_reason in UNFORESEEN
+            if output.finish_reason is FinishReason.ERROR:    # it, or the parent it was to be born of
+                assert {name, name.partition(":")[0]} & failing
+            elif output.finish_reason is FinishReason.TIMEOUT:
+                deadline = self.deadlines[name.partition(":")[0]]
+                assert deadline is not None and deadline <= stage.now
+            elif output.finish_reason is not FinishReason.ABORT:
                 assert stage.tokens[name] == self.expected[name]
+                assert stage.scores.get(name, []) == self.expected_scores.get(name, [])
         stats = stage.scheduler.stats()
         in_transit = stage.scheduler.kv.pool.num_in_transit_blocks
         assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -9,7 +9,7 @@ from paceline.request import FinishReason, StopMatch
 from paceline.sched.limits import Limits, check_fits
 from paceline.sched.plan import RowResult, StepResult
 
-from ..fakes import Setup, Stage, make_request, solo
+from ..fakes import EOS, Setup, Stage, make_request, solo
 
 
 def test_max_tokens_is_lowered_to_what_the_context_leaves() -> None:
@@ -133,3 +133,28 @@ def test_of_several_tokens_none_past_the_end_is_taken() -> None:
     assert (output.token_ids, output.logprobs) == ((7, 8), (-0.1, -0.2))
     assert output.finish_reason is FinishReason.LENGTH
     assert stage.scheduler.stats().num_generation_tokens == 2
+
+
+def test_no_end_counts_before_min_tokens_are_out() -> None:
+    stage = Stage(Setup(eos_token_ids=frozenset({EOS})))
+    stage.add(make_request("a", max_tokens=9, min_tokens=2, stop_token_ids=(7,)))
+    for token_ids in ((EOS,), (7,)):
+        (output,) = answer(stage, RowResult("a", token_ids))
+        assert output.finish_reason is None
+    (output,) = answer(stage, RowResult("a", (EOS,)))
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_min_tokens_that_cannot_be_reached_end_at_the_context_limit() -> None:
+    stage = Stage(Setup(max_model_len=16))
+    stage.add(make_request("a", 10, max_tokens=500, min_tokens=500, ignore_eos=True))
+    stage.run()
+    assert (len(stage.tokens["a"]), stage.reasons["a"]) == (6, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("ignore_eos", "expected"), [(False, (EOS, 5, 7)), (True, (7,))])
+def test_what_min_tokens_rule_out_is_in_the_plan(ignore_eos: bool, expected: tuple[int, ...]) -> None:
+    stage = Stage(Setup(eos_token_ids=frozenset({EOS, 5})))
+    stage.add(make_request("a", min_tokens=1, stop_token_ids=(7,), ignore_eos=ignore_eos), make_request("b"))
+    refs = {row.request_id: row.sampling for row in stage.step().rows}
+    assert refs["a"].end_token_ids == expected and refs["b"].end_token_ids == ()

@@ -17,6 +17,7 @@ import pytest
 
 from paceline.clock import WallClock
 from paceline.config import ServerConfig
+from paceline.engine.queue_limits import QueueLimits
 from paceline.server.serve import Service
 
 from .fake_engine import FakeEngine, FakeModel, pangram_script
@@ -27,7 +28,7 @@ WAIT_SECONDS = 20
 
 
 async def make_engine(config: ServerConfig, model: FakeModel | None) -> FakeEngine:
-    return FakeEngine(max_queue=config.max_queue, model=model)
+    return FakeEngine(limits=QueueLimits.of(config), model=model)
 
 
 class RunningServer:

@@ -13,14 +13,17 @@ from typing import Any
 from paceline.clock import WallClock
 from paceline.engine.detokenizer import OutputText
 from paceline.engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline, Submit
-from paceline.errors import EngineDead, Overloaded
+from paceline.engine.queue_limits import Load, QueueGate, QueueLimits
+from paceline.errors import EngineDead
 from paceline.model.chat_template import ChatTemplate
 from paceline.model.dummy import DUMMY_CHAT_TEMPLATE, END_TOKEN_ID, dummy_tokenizer
 from paceline.model.tokenizer import Tokenizer
 from paceline.request import FinishReason, StopMatch
+from paceline.sched.plan import ScoredToken
 
 PANGRAM = b"the quick brown fox jumps over the lazy dog and "
 NUM_BLOCKS = 100
+QUEUE_LIMITS = QueueLimits(max_choices=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,18 @@ class FakeModel:
 
 
 Script = Callable[[Submit, int, int], int]
+
+
+def logprob_of(token_id: int) -> float:
+    """What the fake model thinks of a token, wherever it stands: 97 (a) is the likeliest, the rest by distance."""
+    if token_id == END_TOKEN_ID:
+        return -1.0
+    return -0.25 * (1 + abs(token_id - ord("a")))
+
+
+def best_tokens(num_top: int) -> tuple[tuple[int, float], ...]:
+    ranked = sorted(range(300), key=lambda token_id: (-logprob_of(token_id), token_id))
+    return tuple((token_id, logprob_of(token_id)) for token_id in ranked[:num_top])
 
 
 def pangram_script(submit: Submit, choice_index: int, position: int) -> int:
@@ -92,7 +107,7 @@ class FakeChoice:
 
 
 class FakeEngine:
-    def __init__(self, *, max_queue: int = 1024, model: FakeModel | None = None) -> None:
+    def __init__(self, *, limits: QueueLimits = QUEUE_LIMITS, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
         self.state = "ready"
         self.stats: EngineStats | None = None
@@ -102,7 +117,8 @@ class FakeEngine:
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.submit_error: Exception | None = None
-        self._max_queue = max_queue
+        self._limits = limits
+        self._gate_keeper = QueueGate(limits)
         self._clock = WallClock()
         self._running: dict[str, FakeChoice] = {}
         self._streams: dict[str, FakeStream] = {}
@@ -125,12 +141,13 @@ class FakeEngine:
             raise EngineDead("the engine loop has stopped")
         if self.submit_error is not None:
             raise self.submit_error
-        if self.num_unfinished + message.num_choices > self._max_queue:
-            raise Overloaded(f"{self.num_unfinished} requests are unfinished already", retry_after_seconds=2)
+        load = Load(message.tenant, message.num_choices, len(message.prompt_token_ids))
+        self._gate_keeper.check(load, self._clock.now())
+        self._gate_keeper.enter(load)
         self.submitted.append(message)
         stream = FakeStream(self, message.request_id, message.num_choices)
         for index in range(message.num_choices):
-            text = OutputText(self.model.tokenizer, message.sampling.stop)
+            text = OutputText.of(self.model.tokenizer, message.sampling)
             choice = FakeChoice(message, index, text)
             self._running[choice.request_id] = choice
             self._streams[choice.request_id] = stream
@@ -138,6 +155,12 @@ class FakeEngine:
         self._work.set()
         self._changed.set()
         return stream
+
+    def check_room(self) -> None:
+        self._gate_keeper.check_any(self._clock.now())
+
+    async def until_dead(self) -> None:
+        await self.until(lambda: self.state == "dead")
 
     def is_stalled(self, limit_seconds: float) -> bool:
         return self.has_stalled
@@ -172,16 +195,18 @@ class FakeEngine:
         self._loop_task.cancel()
         for stream in set(self._streams.values()):
             stream.put(EngineDead(reason))
-        self._running.clear()
-        self._streams.clear()
-        self._changed.set()
+        self._forget_all()
 
     def close_all(self) -> None:
         """Ends the streams without a word."""
         for stream in set(self._streams.values()):
             stream.close()
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         self._running.clear()
         self._streams.clear()
+        self._gate_keeper = QueueGate(self._limits)
         self._changed.set()
 
     def finish_all(self, reason: FinishReason) -> None:
@@ -199,7 +224,11 @@ class FakeEngine:
             await self._changed.wait()
 
     def step(self) -> None:
-        outputs = [self._next_token(choice) for choice in tuple(self._running.values())]
+        outputs = []
+        for choice in tuple(self._running.values()):
+            if choice.index == 0 and not choice.token_ids:
+                outputs += self._prompt_scores(choice)
+            outputs.append(self._next_token(choice))
         self._num_steps += 1
         self._deliver(outputs, num_tokens=len(outputs))
 
@@ -232,7 +261,20 @@ class FakeEngine:
             return self._ended(choice, (token_id,), FinishReason.LENGTH)
         return self._news(choice, (token_id,))
 
+    def _prompt_scores(self, choice: FakeChoice) -> list[RequestOutput]:
+        """In two pieces, as of a prompt that ran in two chunks."""
+        num_top = choice.submit.sampling.prompt_logprobs
+        if num_top is None:
+            return []
+        scored = [ScoredToken(token_id, logprob_of(token_id), best_tokens(num_top))
+                  for token_id in choice.submit.prompt_token_ids[1:]]
+        return [self._news(choice, (), prompt_logprobs=tuple(piece)) for piece in (scored[:2], scored[2:]) if piece]
+
     def _news(self, choice: FakeChoice, token_ids: tuple[int, ...], **more: Any) -> RequestOutput:
+        asked = choice.submit.sampling
+        if asked.logprobs is not None:
+            more["logprobs"] = tuple(map(logprob_of, token_ids))
+            more["top_logprobs"] = (best_tokens(asked.logprobs),) * len(token_ids) if asked.logprobs else None
         return RequestOutput(
             request_id=choice.request_id, choice_index=choice.index, token_ids=token_ids,
             num_prompt_tokens=len(choice.submit.prompt_token_ids), num_cached_tokens=self.num_cached_tokens, **more)
@@ -241,6 +283,9 @@ class FakeEngine:
         self, choice: FakeChoice, token_ids: tuple[int, ...], reason: FinishReason, stop: StopMatch | None = None
     ) -> RequestOutput:
         del self._running[choice.request_id]
+        is_last = all(one.submit is not choice.submit for one in self._running.values())
+        num_tokens = len(choice.submit.prompt_token_ids) if is_last else 0
+        self._gate_keeper.leave(Load(choice.submit.tenant, 1, num_tokens), self._clock.now())
         arrived_at = choice.submit.arrival_time
         timeline = RequestTimeline(
             arrived_at=arrived_at, first_scheduled_at=arrived_at if choice.token_ids else None,

@@ -18,7 +18,7 @@ from .raw import connect, exchange, head, read_all, read_answer
 KEY = "s3cret-ü"
 ROUTES = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/x"),
-    ("GET", "/metrics"),
+    ("GET", "/metrics"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"),
 ]
 TRICKS = [
     "//v1/models", "/V1/models", "/v1/models/", "/v1//models", "/v1/./models", "/v1/x/../models", "/%761/models",

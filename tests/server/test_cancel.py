@@ -139,7 +139,8 @@ def test_a_call_that_fits_only_in_part_leaves_nothing_behind(start_server: Start
         connection.sendall(json_request("/v1/completions", ENDLESS | {"max_tokens": 2}))
         server.until(lambda: server.engine.num_unfinished == 1)
         response = server.completion(prompt=["a", "b"], n=2)
-        assert response.status_code == 429 and response.headers["retry-after"] == "2"    # the engine's own refusal
+        assert response.status_code == 429 and response.headers["retry-after"] == "1"
+        assert "2 more would exceed max_queue (4)" in response.json()["error"]["message"]    # the engine's own refusal
         assert server.engine.num_unfinished == 1
         server.on_loop(server.engine.release)
         assert read_answer(connection)[0] == 200

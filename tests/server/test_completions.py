@@ -229,3 +229,11 @@ def test_more_prompts_than_the_queue_holds_are_refused_for_good(start_server: St
     assert response.status_code == 400 and "at most 2 prompts" in response.json()["error"]["message"]
     assert server.completion(n=5).json()["error"]["param"] == "n"
     assert server.completion(prompt=["a", "b"], n=2).status_code == 200
+
+
+def test_a_stop_string_that_spells_a_special_token_ends_the_text(server: RunningServer) -> None:
+    server.on_loop(setattr, server.engine, "script", saying("bye"))
+    spelling = server.engine.model.tokenizer.token_text(END_TOKEN_ID)
+    body = server.completion(stop=[spelling], ignore_eos=True, max_tokens=20).json()
+    assert body["choices"][0]["text"] == "bye" and body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 4

@@ -55,7 +55,10 @@ def test_health_when_stalled(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_engine_tells_everybody(start_server: StartServer, stream: bool) -> None:
+def test_a_dead_engine_tells_everybody(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("paceline.server.serve.DEAD_SECONDS", 3600)
     server = start_server()
     server.on_loop(server.engine.hold)
     with connect(server.port) as early, connect(server.port) as late:
@@ -79,6 +82,37 @@ def test_a_dead_engine_tells_everybody(start_server: StartServer, stream: bool) 
     server.loop.call_soon_threadsafe(server.service.ask_to_stop)
     server.join()
     assert server.exit_status == 1    # whoever started the server should learn that it failed
+
+
+def test_the_server_of_a_dead_engine_leaves_by_itself(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.serve.DEAD_SECONDS", 0)
+    server = start_server(grace_seconds=3600.0)
+    server.on_loop(server.engine.hold)
+    with connect(server.port) as connection:
+        connection.sendall(json_request("/v1/completions", ENDLESS | {"stream": True}))
+        server.until(lambda: server.engine.num_unfinished == 1)
+        server.on_loop(server.engine.step)
+        read_until(connection, b"\n\n")
+        server.on_loop(server.engine.die, "the step raised")
+        assert b"the step raised" in read_all(connection)
+    server.join()
+    assert server.exit_status == 1 and server.error is None
+
+
+def test_an_engine_that_dies_while_it_drains_ends_the_drain(start_server: StartServer) -> None:
+    server = start_server(grace_seconds=3600.0)
+    server.on_loop(server.engine.hold)
+    with connect(server.port) as connection:
+        connection.sendall(json_request("/v1/completions", ENDLESS))
+        server.until(lambda: server.engine.num_unfinished == 1)
+        server.on_loop(server.service.ask_to_stop)
+        server.until(lambda: server.engine.state == "draining")
+        server.on_loop(server.engine.die)
+        assert read_answer(connection)[0] == 503
+    server.join()
+    assert server.exit_status == 1
 
 
 def test_an_engine_that_dies_between_check_and_submit(server: RunningServer) -> None:
@@ -134,6 +168,7 @@ def test_draining_refuses_the_new_and_finishes_the_old(start_server: StartServer
         assert health(server) == (503, "draining")
         response = server.completion()
         assert response.status_code == 503 and response.json()["error"]["code"] == "engine_draining"
+        assert response.headers["retry-after"] == "1" and response.headers["connection"] == "close"
         server.on_loop(server.engine.release)
         assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         status, answer = read_answer(plain)
