@@ -140,9 +140,9 @@ class Engine:
     journal: Journal | None = None
 
     def close(self) -> None:
-        self.executor.close()
         if self.journal is not None and (trouble := self.journal.close()):
             notice(f"the journal ends before the engine: {trouble}")
+        self.executor.close()
 
 
 @lru_cache(maxsize=1)

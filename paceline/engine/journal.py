@@ -183,5 +183,10 @@ def setup_fields(setup: SchedulerSetup) -> Line:
 def setup_of(line: Line) -> SchedulerSetup:
     """Raises TypeError where the line holds knobs that this version does not know, ConfigError for values."""
     return SchedulerSetup(**line | {
-        "scheduler": SchedulerConfig(**line["scheduler"]), "windows": tuple(line["windows"]),
+        "scheduler": scheduler_config_of(line["scheduler"]), "windows": tuple(line["windows"]),
         "eos_token_ids": frozenset(line["eos_token_ids"])})
+
+
+def scheduler_config_of(line: Line) -> SchedulerConfig:
+    knobs: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in line.items()}
+    return SchedulerConfig(**knobs)

@@ -26,7 +26,7 @@ from ..sched.policies import Policies
 from ..sched.scheduler import Scheduler
 from ..sched.setup import SchedulerSetup
 from .core import request_of
-from .journal import FORMAT_VERSION, setup_of
+from .journal import FORMAT_VERSION, scheduler_config_of, setup_of
 from .journal_file import JournalError, at_line, read_journal
 from .journal_lines import Line, PlanEncoder, ends, fixed, stats_fields, submit_of
 from .messages import Submit
@@ -194,7 +194,7 @@ class Replay:
         return _difference(number, None, {"ended": line["ended"]}, {"ended": ends(outputs)})
 
     def _switch(self, number: int, line: Line) -> Difference | None:
-        self._scheduler.switch_policies(self._make_policies(SchedulerConfig(**line["scheduler"])))
+        self._scheduler.switch_policies(self._make_policies(scheduler_config_of(line["scheduler"])))
         return None
 
     def _submit(self, line: Line) -> Submit:

@@ -10,13 +10,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from paceline import build
+from paceline.clock import VirtualClock
+from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
 from paceline.engine.journal import Journal
 from paceline.engine.journal_file import JournalDropped, JournalError
 from paceline.engine.replay import Journaled, Replay, Replayed
+from paceline.errors import PromptTooLong
 from paceline.sched.setup import SchedulerSetup
 
-from ..fakes import Setup, Stage, make_request
+from ..fakes import Setup, Stage, make_request, submit_of
 from ..sched.test_exactness_machine import Engine
 
 KEY = b"k" * 32
@@ -116,6 +119,32 @@ JournaledEngine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck))
 TestJournaledEngine = JournaledEngine.TestCase
+
+
+def test_what_an_engine_core_tells_replays_too(tmp_path: Path) -> None:
+    """Refusals at the scheduler's door, deadlines, aborts and steps, in the order in which the core met them."""
+    lines, clock, stage = Lines(), VirtualClock(), Stage(Setup(num_blocks=10))
+    core = EngineCore(stage.scheduler, stage.executor, clock, stage.events)
+    journal = Journal(lines, setup_of(stage), KEY)
+    stage.events.attach_recorder(journal)
+    for name, num_tokens, deadline in (("a", 5, 3.0), ("b", 7, None), ("c", 6, None)):
+        core.add(dataclasses.replace(submit_of(make_request(name, num_tokens, 9)), deadline=deadline))
+    with pytest.raises(PromptTooLong):
+        core.add(submit_of(make_request("long", 50)))
+    core.step()
+    core.abort(("b",))
+    clock.advance(4.0)
+    while core.has_work():
+        clock.advance(0.5)
+        core.step()
+    journal.close()
+    (tmp_path / "journal").write_bytes(lines.content)
+    seen = replay(tmp_path / "journal")
+    assert seen.difference is None
+    events = [json.loads(line)["event"] for line in lines.content.splitlines()]
+    assert events[:8] == ["header", "add", "add", "add", "refuse", "step", "abort", "expire"]
+    assert {output.request_id: output.finish_reason.value for output in seen.finished if output.finish_reason} == {
+        "a": "timeout", "b": "abort", "c": "length"}
 
 
 # ---- what is found
