@@ -40,16 +40,17 @@ from .model.rope import rope_choice
 from .ops.backends import make_backend
 from .ops.interface import Backend, KVSpec, PackedLinear
 from .ops.program import Program
-from .presets import engine_config
+from .presets import DEFAULT_PRESET, engine_config
 from .runner.executor import ModelExecutor
 from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_spec
-from .sched.admission import ADMISSIONS
+from .sched.admission import ADMISSIONS, ASSURING_ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
+from .sched.gate import GATES
 from .sched.ordering import ORDERINGS
 from .sched.plan import SchedulerOutput, StepResult
 from .sched.policies import Policies
-from .sched.preemption import PREEMPTIONS, VICTIM_RULES
+from .sched.preemption import PREEMPTIONS, PREEMPTIONS_TO_COME, VICTIM_RULES
 from .sched.scheduler import Scheduler
 from .sched.setup import SchedulerSetup
 
@@ -64,14 +65,28 @@ def choose(table: Mapping[str, T], name: str, knob: str) -> T:
 
 
 def build_policies(config: SchedulerConfig) -> Policies:
+    """Raises ConfigError for unknown names, and for names that do not go together."""
+    if config.preemption in PREEMPTIONS_TO_COME:
+        raise ConfigError(f"preemption={config.preemption!r} is not built yet; choose from {sorted(PREEMPTIONS)}")
+    choose(ADMISSIONS, config.admission, "admission")
+    if config.preemption == "never" and config.admission not in ASSURING_ADMISSIONS:
+        raise ConfigError(f"preemption='never' needs an admission that assures a request's blocks to its end, one of "
+                          f"{sorted(ASSURING_ADMISSIONS)}; admission={config.admission!r} does not")
     return Policies(
         regime=choose(REGIMES, config.regime, "regime"),
+        gate=choose(GATES, config.gate, "gate"),
         ordering=choose(ORDERINGS, config.ordering, "ordering"),
         admission=choose(ADMISSIONS, config.admission, "admission"),
         preemption=choose(PREEMPTIONS, config.preemption, "preemption"),
         victim=choose(VICTIM_RULES, config.victim, "victim"),
         chunking=choose(CHUNKINGS, config.chunking, "chunking"),
     )
+
+
+def max_step_tokens(config: SchedulerConfig, max_model_len: int) -> int:
+    """The most tokens of one request that a step may run."""
+    most = config.max_num_batched_tokens
+    return max(most, max_model_len) if CHUNKINGS[config.chunking].stalls_decode else most
 
 
 def check_names(config: EngineConfig) -> None:
@@ -195,7 +210,7 @@ def build_scheduler(setup: SchedulerSetup) -> Scheduler:
     """A schedule without a model: for an engine, and for replaying a journal."""
     groups = tuple(KVGroup(window) for window in setup.windows)
     kv = KVCacheManager(setup.num_blocks, setup.block_size, choose(PREFIX_CACHES, setup.prefix_cache, "prefix_cache"),
-                        groups, setup.scheduler.max_num_batched_tokens)
+                        groups, max_step_tokens(setup.scheduler, setup.max_model_len))
     return Scheduler(setup.scheduler, kv, build_policies(setup.scheduler), max_model_len=setup.max_model_len,
                      eos_token_ids=setup.eos_token_ids)
 
@@ -313,7 +328,7 @@ def llm_around(engine: Engine, config: ModelConfig) -> llm_module.LLM:
     return llm_module.LLM(engine.core, served, WallClock(), draw_seed, engine.close)
 
 
-def LLM(model: str = "smollm2", *, preset: str = "paceline", **knobs: Any) -> llm_module.LLM:
+def LLM(model: str = "smollm2", *, preset: str = DEFAULT_PRESET, **knobs: Any) -> llm_module.LLM:
     """The engine as a library. knobs are those of ModelConfig, CacheConfig and SchedulerConfig, by name."""
     return build_llm(engine_config(preset, {"model": model, **knobs}))
 
@@ -333,6 +348,9 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
 
     check_names(config)
     chat_template(config.model)
+    if config.scheduler.regime == "dynamic" and config.scheduler.batch_timeout_seconds >= server.stall_seconds:
+        raise ConfigError(f"batch_timeout_seconds={config.scheduler.batch_timeout_seconds} must be below stall_seconds="
+                          f"{server.stall_seconds}: a batch that waits for others would read as a stalled engine")
 
     async def make_engine() -> AsyncEngine:
         engine = build_async_engine(config, server)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from .config import CacheConfig, EngineConfig, JournalConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
-from .presets import PRESETS, engine_config
+from .presets import DEFAULT_PRESET, PRESETS, describe_preset, engine_config
 
 Group = (type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[JournalConfig] | type[ServerConfig])
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_journal_commands(commands)
     _add_bench(commands)
-    info = _command(commands, "info", _info, "what a model needs and what fits")
+    info = _command(commands, "info", _info, "what a model needs and what fits; with --preset alone, what that is "
+                                             "and where it comes from")
     info.add_argument("--quality", action="store_true",
                       help="also measure what the packed form costs: perplexity, greedy agreement and KL divergence "
                            "against f32 weights on a text of the package")
@@ -116,8 +117,9 @@ def _plain_command(commands: Any, name: str, run: Any, help: str) -> argparse.Ar
 
 def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
     command = _plain_command(commands, name, run, help)
-    command.add_argument("model", metavar="MODEL", help=_declared(ModelConfig, "model").metadata["help"])
-    command.add_argument("--preset", default="paceline", metavar="NAME",
+    command.add_argument("model", metavar="MODEL", nargs="?" if name == "info" else None,
+                         help=_declared(ModelConfig, "model").metadata["help"])
+    command.add_argument("--preset", default=None, metavar="NAME",
                          help=f"bundle of policies, one of: {', '.join(PRESETS)} (default: paceline)")
     for group in ENGINE_GROUPS:
         _add_knobs(command, group)
@@ -174,7 +176,9 @@ def configured(arguments: argparse.Namespace) -> EngineConfig:
     """Preset first, explicit flags over it."""
     groups = (*ENGINE_GROUPS, JournalConfig)
     given = {name: value for group in groups for name, value in _given(arguments, group).items()}
-    return engine_config(arguments.preset, {"model": arguments.model, **given})
+    if arguments.model is not None:
+        given["model"] = arguments.model
+    return engine_config(arguments.preset or DEFAULT_PRESET, given)
 
 
 def _given(arguments: argparse.Namespace, group: Group) -> dict[str, Any]:
@@ -206,10 +210,17 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    from .build import check_names
     from .info import describe, describe_quality
 
     config = configured(arguments)
-    facts = describe(config)
+    if arguments.model is None:
+        if arguments.preset is None or arguments.quality:
+            raise ConfigError("info: MODEL is needed, or --preset NAME alone to see what a preset is")
+        check_names(config)
+        facts = describe_preset(arguments.preset, config)
+    else:
+        facts = describe(config)
     if arguments.quality:
         facts |= describe_quality(config.model)
     _put(json.dumps(facts) if arguments.json else _ledger(facts))

@@ -3,7 +3,9 @@ these declarations; nothing is overwritten after construction."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import lru_cache
 from typing import Any
 
 from .errors import ConfigError
@@ -19,6 +21,22 @@ def knob(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, lea
     """Declares one knob. `least` and `most` are inclusive; a default of None means the value is derived."""
     limits = {"choices": choices, "least": least, "most": most}
     return field(default=default, metadata={"help": help, "flag": flag, **limits})
+
+
+@lru_cache(maxsize=8)
+def tenant_weights(text: str) -> Mapping[str, float]:
+    """"a=2,b=0.5" -> weights by tenant. A comma or an equals sign cannot be part of a tenant's name here."""
+    weights: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        tenant, _, weight = part.rpartition("=")
+        try:
+            weights[tenant.strip()] = float(weight)
+        except ValueError:
+            weights[""] = 0.0
+    if "" in weights or not all(0.001 <= weight <= 1000 for weight in weights.values()):
+        raise ConfigError(f"tenant_weights={text!r} is not of the form tenant=weight,tenant=weight, with weights "
+                          "between 0.001 and 1000")
+    return weights
 
 
 def _check(config: Any) -> None:
@@ -78,15 +96,85 @@ class SchedulerConfig:
     max_num_batched_tokens: int = knob(512, "token budget of one step, prefill and decode together", least=1,
                                        most=1 << 20)
     watermark: float = knob(0.01, "fraction of the blocks that admission leaves free", least=0.0, most=0.9)
-    regime: str = knob("continuous", "when requests may join the running batch: continuous")
-    ordering: str = knob("fcfs", "who is admitted first: fcfs or priority")
-    admission: str = knob("watermark", "what must be free before a request starts: watermark")
-    preemption: str = knob("recompute", "what happens when blocks run out: recompute")
-    victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival or lowest_priority")
-    chunking: str = knob("fixed", "how a step's token budget is split: fixed")
+    regime: str = knob("continuous", "when requests may join the running batch: static (when all of it has ended), "
+                       "static_padded (likewise, and finished rows run on), dynamic (likewise, once it would be full "
+                       "or batch_timeout_seconds have passed) or continuous (at any step)")
+    batch_timeout_seconds: float = knob(0.05, "under regime dynamic, seconds that a batch which is not full waits for "
+                                        "others, counted from the arrival of its oldest request", least=0.0, most=60.0)
+    ordering: str = knob("fcfs", "who is admitted first: fcfs, priority, shortest_prompt, longest_prefix (most tokens "
+                         "in the prefix cache) or fair (tenants get equal service)")
+    priority_aging_seconds: float | None = knob(
+        None, "seconds of waiting that count as one level of priority; default: waiting counts for nothing, and a "
+        "request may wait for ever", least=0.001)
+    aging_tokens_per_second: float = knob(
+        100.0, "tokens that a second of waiting counts as, against shorter prompts or longer cached prefixes",
+        least=0.001)
+    tenant_weights: str = knob("", "shares of tenants, as tenant=weight,tenant=weight; the weight of others is 1")
+    fair_input_weight: float = knob(1.0, "what a computed prompt token counts as in a tenant's service", least=0.0,
+                                    most=1000.0)
+    fair_output_weight: float = knob(2.0, "what a generated token counts as in a tenant's service", least=0.001,
+                                     most=1000.0)
+    admission: str = knob("watermark", "what must be free before a request starts: watermark (blocks of the tokens "
+                          "known now, and a margin), reserve (blocks up to max_tokens: nobody is preempted) or "
+                          "overcommit (blocks of the output that is likely)")
+    overcommit_quantile: float = knob(
+        0.9, "share of like requests whose output is no longer than what is counted on", least=0.01, most=1.0)
+    gate: str = knob("none", "when the queue may interrupt those who run: none (always) or waiting_served (when enough "
+                     "wait, or for long enough)")
+    waiting_served_ratio: float = knob(0.3, "open the gate when this many wait for one that runs", least=0.0,
+                                       most=1000.0)
+    max_waiting_tokens: int = knob(20, "or when this many steps ran since a request last started", least=0)
+    max_batch_prefill_tokens: int | None = knob(
+        None, "tokens being prefilled at once; one request may always be; default: no limit but a step's", least=1)
+    preemption: str = knob("recompute", "what happens when blocks run out: recompute (all of a victim's), "
+                           "recompute_tail (its last blocks, as many as are missing) or never (needs an admission "
+                           "that assures all blocks up front: reserve)")
+    victim: str = knob("latest_arrival", "who gives its blocks back: latest_arrival, lowest_priority, most_blocks or "
+                       "most_remaining")
+    chunking: str = knob("fixed", "how a step's token budget is split: whole (a prompt in one step, decode stalls), "
+                         "fixed (prefill takes what decode leaves) or itl_bounded (no more prefill beside decode than "
+                         "holds itl_target_ms)")
+    itl_target_ms: float = knob(50.0, "under chunking itl_bounded, milliseconds that a step with decodes may take by "
+                                "the fitted step-time model", least=0.1)
 
     def __post_init__(self) -> None:
         _check(self)
+        tenant_weights(self.tenant_weights)
+
+    def weight_of_tenant(self, tenant: str) -> float:
+        return tenant_weights(self.tenant_weights).get(tenant, 1.0)
+
+
+# Knobs that count only under some policies: the concern, and the names that look at the knob.
+READ_BY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "batch_timeout_seconds": ("regime", ("dynamic",)),
+    "itl_target_ms": ("chunking", ("itl_bounded",)),
+    "victim": ("preemption", ("recompute", "recompute_tail")),
+    "watermark": ("admission", ("watermark",)),
+    "overcommit_quantile": ("admission", ("overcommit",)),
+    "priority_aging_seconds": ("ordering", ("priority",)),
+    "aging_tokens_per_second": ("ordering", ("shortest_prompt", "longest_prefix")),
+    "tenant_weights": ("ordering", ("fair",)),
+    "fair_input_weight": ("ordering", ("fair",)),
+    "fair_output_weight": ("ordering", ("fair",)),
+    "waiting_served_ratio": ("gate", ("waiting_served",)),
+    "max_waiting_tokens": ("gate", ("waiting_served",)),
+}
+
+
+def is_read(config: SchedulerConfig, name: str) -> bool:
+    """Whether the policies chosen look at this knob."""
+    concern, readers = READ_BY.get(name, ("", ()))
+    return not concern or getattr(config, concern) in readers
+
+
+def refuse_unread(config: SchedulerConfig, given: Iterable[str]) -> None:
+    """A knob that was given and changes nothing is refused, with what would make it count."""
+    for name in given:
+        if not is_read(config, name):
+            concern, readers = READ_BY[name]
+            raise ConfigError(f"{name} has no effect with {concern}={getattr(config, concern)!r}; "
+                              f"it is read by {concern} {' and '.join(readers)}")
 
 
 @dataclass(frozen=True, kw_only=True)

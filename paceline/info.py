@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from . import build
-from .build import LoadedModel, assemble, chat_template, check_names, kv_groups, notice
+from .build import LoadedModel, assemble, chat_template, check_names, kv_groups, max_step_tokens, notice
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from .kv.groups import KVBudget
 from .model.decoder import estimated_weights_bytes, num_active_weights, num_matrix_weights, weights_bytes
@@ -38,7 +38,8 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
     loaded = build.load_model(config.model)
     spec, groups = loaded.files.spec, kv_groups(loaded)
     kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
-    budget = KVBudget(kv.num_blocks, kv.block_size, groups, config.scheduler.max_num_batched_tokens)
+    budget = KVBudget(kv.num_blocks, kv.block_size, groups,
+                      max_step_tokens(config.scheduler, loaded.max_model_len))
     reach = budget.num_tokens_that_fit(loaded.max_model_len)
     available = available_memory_bytes()    # with the weights loaded
     return {

@@ -6,7 +6,9 @@ when the slot was written, like K/V of a deep layer. Stale, aliased, mis-shared 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from paceline.config import SchedulerConfig
 from paceline.engine.events import EngineEvents, StepRecord
@@ -18,6 +20,7 @@ from paceline.request import FinishReason, Request, SamplingParams
 from paceline.sched.admission import ADMISSIONS
 from paceline.sched.batching import REGIMES
 from paceline.sched.chunking import CHUNKINGS
+from paceline.sched.gate import GATES
 from paceline.sched.ordering import ORDERINGS
 from paceline.sched.outputs import RequestOutput
 from paceline.sched.plan import (
@@ -57,6 +60,7 @@ class ShadowExecutor:
         self.groups = groups
         self.slots: list[list[Slot]] = [[POISON] * block_size for _ in range(num_blocks)]
         self.transfer_delay = transfer_delay
+        self.seconds_of: Callable[[SchedulerOutput], float] = lambda plan: 0.01
         self.steps: list[SchedulerOutput] = []
         self._unreported: list[tuple[int, int]] = []    # (step to report in, transfer id)
         self._tables: dict[str, tuple[tuple[tuple[int, ...], ...], list[list[int]]]] = {}    # rebuilt from plans
@@ -78,16 +82,16 @@ class ShadowExecutor:
             assert transfer.kind is TransferKind.COPY
             self.slots[transfer.destination] = list(self.slots[transfer.source])
             self._unreported.append((plan.step_id + self.transfer_delay, transfer.transfer_id))
-        for row in plan.rows:
+        for row in plan.all_rows:
             self._poison_beyond(row)
-        for row in plan.rows:
+        for row in plan.all_rows:
             if row.request_id not in self.failing:    # else what it was to write stays poison
                 self._write(row)
         rows = tuple(RowResult(row.request_id, failure="made to") if row.request_id in self.failing
                      else self._sample(row) for row in plan.rows)    # after all writes: aliased blocks show
         done = tuple(transfer_id for step_id, transfer_id in self._unreported if step_id <= plan.step_id)
         self._unreported = [entry for entry in self._unreported if entry[0] > plan.step_id]
-        return StepResult(plan.step_id, rows, duration_seconds=0.01, transfers_done=done)
+        return StepResult(plan.step_id, rows, duration_seconds=self.seconds_of(plan), transfers_done=done)
 
     def _row_tables(self, row: ScheduledRequest) -> list[list[int]]:
         cached = self._tables.get(row.request_id)
@@ -140,15 +144,15 @@ class ShadowExecutor:
                      for position, token_id in enumerate(row.scored.token_ids, first))
 
 
-def make_policies(ordering: str = "fcfs", victim: str = "latest_arrival") -> Policies:
-    return Policies(
-        regime=REGIMES["continuous"],
-        ordering=ORDERINGS[ordering],
-        admission=ADMISSIONS["watermark"],
-        preemption=PREEMPTIONS["recompute"],
-        victim=VICTIM_RULES[victim],
-        chunking=CHUNKINGS["fixed"],
-    )
+POLICY_TABLES = {"regime": REGIMES, "gate": GATES, "ordering": ORDERINGS, "admission": ADMISSIONS,
+                 "preemption": PREEMPTIONS, "victim": VICTIM_RULES, "chunking": CHUNKINGS}
+
+
+def make_policies(**names: str) -> Policies:
+    """By name; the others are those of SchedulerConfig's defaults."""
+    assert names.keys() <= POLICY_TABLES.keys()
+    default = SchedulerConfig()
+    return Policies(**{kind: table[names.get(kind, getattr(default, kind))] for kind, table in POLICY_TABLES.items()})
 
 
 def make_request(request_id: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, **fields: object) -> Request:
@@ -175,11 +179,33 @@ class Setup:
     watermark: float = 0.0
     max_model_len: int = 200
     prefix_cache: str = "hash"
+    regime: str = "continuous"
+    gate: str = "none"
     ordering: str = "fcfs"
+    admission: str = "watermark"
+    preemption: str = "recompute"
     victim: str = "latest_arrival"
+    chunking: str = "fixed"
+    batch_timeout_seconds: float = 3.0
+    itl_target_ms: float = 50.0
+    knobs: Mapping[str, Any] = field(default_factory=dict)    # further ones of SchedulerConfig
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     transfer_delay: int = 0
     groups: tuple[KVGroup, ...] = FULL_ATTENTION
+
+    @property
+    def max_step_tokens(self) -> int:
+        return max(self.max_num_batched_tokens, self.max_model_len if self.chunking == "whole" else 0)
+
+    @property
+    def scheduler_knobs(self) -> dict[str, Any]:
+        own = {declared.name for declared in fields(self)}
+        return {declared.name: getattr(self, declared.name) for declared in fields(SchedulerConfig)
+                if declared.name in own} | dict(self.knobs)
+
+
+ALONE = {"regime": "continuous", "gate": "none", "admission": "watermark", "preemption": "recompute",
+         "chunking": "fixed"}
 
 
 def _never(listener: object, error: Exception) -> None:
@@ -198,18 +224,12 @@ class Stage:
         self.setup = setup
         self.events = events or EngineEvents(_never)
         kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache], setup.groups,
-                            setup.max_num_batched_tokens)
-        config = SchedulerConfig(
-            max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=setup.max_num_batched_tokens,
-            watermark=setup.watermark,
-            ordering=setup.ordering,
-            victim=setup.victim,
-        )
+                            setup.max_step_tokens)
+        config = SchedulerConfig(**setup.scheduler_knobs)
         self.scheduler = Scheduler(
             config,
             kv,
-            make_policies(setup.ordering, setup.victim),
+            make_policies(**{kind: getattr(setup, kind) for kind in POLICY_TABLES}),
             max_model_len=setup.max_model_len,
             eos_token_ids=setup.eos_token_ids,
         )
@@ -231,9 +251,9 @@ class Stage:
         self.events.record(lambda recorder: recorder.on_forked(parent_id, submit_of(child), self.now))
         self.scheduler.check()
 
-    def switch(self, ordering: str, victim: str) -> None:
-        self.scheduler.switch_policies(make_policies(ordering, victim))
-        config = replace(self.scheduler.config, ordering=ordering, victim=victim)
+    def switch(self, **names: str) -> None:
+        self.scheduler.switch_policies(make_policies(**names))
+        config = replace(self.scheduler.config, **names)
         self.events.record(lambda recorder: recorder.on_switched(config, self.now))
 
     def step(self) -> SchedulerOutput:
@@ -245,7 +265,7 @@ class Stage:
         self.now += 0.5
         plan = self.scheduler.schedule(self.now)
         self.events.record(lambda recorder: recorder.on_planned(plan, self.now))
-        assert plan.num_tokens <= self.setup.max_num_batched_tokens
+        assert plan.num_tokens <= self.setup.max_num_batched_tokens or len(plan.rows) == 1
         assert plan.num_running <= self.setup.max_num_seqs
         self.scheduler.check()
         self.plans.append(plan)
@@ -313,12 +333,12 @@ def solo_stage(request: Request, setup: Setup) -> Stage:
         prompt_index=request.prompt_index,
         choice_index=request.choice_index,
     )
-    budget = KVBudget(setup.num_blocks, setup.block_size, setup.groups, setup.max_num_batched_tokens)
+    budget = KVBudget(setup.num_blocks, setup.block_size, setup.groups, setup.max_step_tokens)
     limit = budget.num_tokens_that_fit(setup.max_model_len)
     num_tokens = request.num_tokens + request.sampling.max_tokens
     num_blocks = (num_tokens // setup.block_size + 1) * len(setup.groups)    # few: they are checked
     roomy = replace(setup, num_blocks=num_blocks, max_num_batched_tokens=512, prefix_cache="none", max_model_len=limit,
-                    max_num_seqs=1, transfer_delay=0)
+                    max_num_seqs=1, transfer_delay=0, knobs={}, **ALONE)
     stage = Stage(roomy)
     stage.add(alone)
     return stage.run()

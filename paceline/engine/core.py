@@ -65,13 +65,26 @@ class EngineCore:
         """Whether a step would run something or bring news."""
         return self.scheduler.has_work() or bool(self._ended_between_steps)
 
+    def seconds_until_work(self) -> float | None:
+        """How long to wait for messages before the next step: 0 where there is work, None where there is none at all.
+
+        In between: the regime waits for a batch to fill.
+        """
+        if not self.has_work():
+            return None
+        if self._ended_between_steps:
+            return 0.0
+        now = self.clock.now()
+        idle_until = self.scheduler.idle_until(now)
+        return 0.0 if idle_until is None else idle_until - now
+
     def step(self) -> Outputs:
-        """Runs one step, or only delivers news when nothing is left to run."""
+        """Runs one step, or only delivers news when there is nothing to run now."""
         now = self.clock.now()
         if expired := self.scheduler.expire(now):
             self.events.record(lambda recorder: recorder.on_expired(now, tuple(expired)))
             self._note_ends(expired)
-        if not self.scheduler.has_work():
+        if not self.scheduler.has_work() or self.scheduler.idle_until(now) is not None:
             return Outputs(self._take_news(), self.scheduler.stats())
         plan = self.scheduler.schedule(now)
         self.events.record(lambda recorder: recorder.on_planned(plan, now))

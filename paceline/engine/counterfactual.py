@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import fmean, median
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..sched.scheduler import Scheduler
 from ..sched.setup import SchedulerSetup
 from .core import request_of
 from .journal_file import at_line
-from .journal_lines import Line, fixed, submit_of
+from .journal_lines import NO_ROWS, Line, fixed, rows_of, submit_of
 from .journal_summary import percentile
 from .replay import FILLER, Journaled, MakeScheduler, StandIns, stand_in
 
@@ -73,9 +74,9 @@ class StepTimes:
         self._plane = np.linalg.lstsq(columns, np.array([step[2] for step in known]), rcond=None)[0]
 
     def of(self, plan: SchedulerOutput) -> float:
-        if not plan.rows:
+        if not plan.all_rows:
             return EMPTY_STEP_SECONDS
-        composition = composed([len(row.token_ids) for row in plan.rows])
+        composition = composed([len(row.token_ids) for row in plan.all_rows])
         exact = self._medians.get(composition)
         return exact if exact is not None else max(float(self._plane @ (1.0, *composition)), self._least)
 
@@ -102,8 +103,9 @@ class Scripted:
         for number, line in journaled.lines:
             with at_line(journaled.path, number):
                 if line["event"] == "step":
-                    rows = line["plan"]["rows"]
-                    steps.append((*composed(rows["num_tokens"]), line["until"] - line["at"]))
+                    padding = line["plan"].get("padding", NO_ROWS)
+                    num_tokens = rows_of(line["plan"])["num_tokens"] + padding["num_tokens"]
+                    steps.append((*composed(num_tokens), line["until"] - line["at"]))
                     self._step(line)
                 self._take(line)
         self.times = StepTimes(steps)
@@ -125,7 +127,7 @@ class Scripted:
             self.first_step_at = line["at"]
         self.num_steps += 1
         self.num_preemptions += len(line["plan"].get("preempted", ()))
-        for request_id, recorded in zip(line["plan"]["rows"]["request_id"], line["result"]["rows"], strict=True):
+        for request_id, recorded in zip(rows_of(line["plan"])["request_id"], line["result"]["rows"], strict=True):
             entry, script = fixed(recorded), self.script(request_id)
             known = self._known.get(request_id, self._known.get(request_id.rpartition(":")[0], 0)) + script.num_tokens
             first_end = known + (-known % self._block_size or self._block_size)
@@ -158,7 +160,10 @@ class Rehearsal:
                 now = max(now, inputs[0].at)
             while inputs and inputs[0].at <= now:
                 self._feed(inputs.popleft())
-            if self._scheduler.has_work():
+            self.ends += self._scheduler.expire(now)
+            if (idle_until := self._scheduler.idle_until(now)) is not None:    # the regime waits for its batch to fill
+                now = min([idle_until, *(one.at for one in islice(inputs, 1))])
+            elif self._scheduler.has_work():
                 plan, now = self._step(now)
                 num_idle = 0 if plan.rows or inputs else num_idle + 1
                 if num_idle > MAX_EMPTY_STEPS:
@@ -175,7 +180,6 @@ class Rehearsal:
             self.num_refused += 1
 
     def _step(self, now: float) -> tuple[SchedulerOutput, float]:
-        self.ends += self._scheduler.expire(now)
         plan = self._scheduler.schedule(now)
         seconds = self._script.times.of(plan)
         result = StepResult(plan.step_id, tuple(self._result(row) for row in plan.rows), seconds,

@@ -24,6 +24,7 @@ Line: TypeAlias = dict[str, Any]
 Tables: TypeAlias = tuple[tuple[int, ...], ...]
 Hashes: TypeAlias = Sequence[str]
 
+NO_ROWS: Line = {"request_id": [], "num_tokens": [], "logits_offsets": []}
 SCALARS = (int, float, str, type(None), Enum)
 TOKEN_COUNTS = {"token_ids", "logprobs", "top_logprobs"}    # of a result: told by num_tokens already
 
@@ -78,6 +79,18 @@ def submit_of(request: Line, prompt_token_ids: tuple[int, ...]) -> Submit:
 
 # --- plans
 
+@cache
+def row_fields() -> tuple[str, ...]:
+    """Fields of a plan that hold rows: these are written as columns, without their tokens."""
+    types = get_type_hints(SchedulerOutput)
+    return tuple(one.name for one in fields(SchedulerOutput) if ScheduledRequest in get_args(types[one.name]))
+
+
+@cache
+def plan_fields() -> tuple[Field[Any], ...]:
+    return tuple(one for one in fields(SchedulerOutput) if one.name not in row_fields())
+
+
 class PlanEncoder:
     """Plans as lines. Remembers the block tables of the last plan: a row tells its own only when they have changed."""
 
@@ -85,11 +98,15 @@ class PlanEncoder:
         self._tables: dict[str, Tables] = {}
 
     def encode(self, plan: SchedulerOutput) -> Line:
-        line = given(plan, (one for one in fields(SchedulerOutput) if one.name != "rows"))
-        return line | {"rows": self._columns(plan.rows)}
+        line = given(plan, plan_fields())
+        before, self._tables = self._tables, {}
+        for name in row_fields():
+            if rows := getattr(plan, name):
+                line[name] = self._columns(rows, before)
+        return line
 
-    def _columns(self, rows: tuple[ScheduledRequest, ...]) -> dict[str, list[Any]]:
-        before, self._tables = self._tables, {row.request_id: row.block_ids for row in rows}
+    def _columns(self, rows: tuple[ScheduledRequest, ...], before: dict[str, Tables]) -> dict[str, list[Any]]:
+        self._tables |= {row.request_id: row.block_ids for row in rows}
         columns: dict[str, list[Any]] = {
             one.name: [getattr(row, one.name) for row in rows] for one in scalar_fields(ScheduledRequest)}
         columns["num_tokens"] = [len(row.token_ids) for row in rows]
@@ -139,6 +156,12 @@ def ends(outputs: Iterable[RequestOutput]) -> list[Line]:
          "num_prompt_tokens": output.num_prompt_tokens, "num_cached_tokens": output.num_cached_tokens,
          "timeline": output.timeline}
         for output in outputs if output.finish_reason is not None]
+
+
+def rows_of(plan: Line) -> Line:
+    """The columns of a plan's rows, as read from a line."""
+    rows: Line = plan.get("rows", NO_ROWS)
+    return rows
 
 
 def fixed(entry: int | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from .journal_file import at_line
-from .journal_lines import Line
+from .journal_lines import Line, rows_of
 from .replay import Journaled
 
 DEFINITIONS = {
@@ -189,7 +189,7 @@ class Summary:
             self.chart.leaves(end["request_id"])
 
     def _step(self, line: Line) -> None:
-        plan, rows = line["plan"], line["plan"]["rows"]
+        plan, rows = line["plan"], rows_of(line["plan"])
         self._step_seconds.append(line["until"] - line["at"])
         self._executor_seconds.append(line["result"].get("duration_seconds", 0.0))
         self._counts["rows"] += len(rows["request_id"])

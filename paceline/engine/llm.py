@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -186,6 +187,7 @@ class LLM:
                     self.core.add(submit)
                 while len(done) < len(growing):
                     interrupt_if_asked()
+                    time.sleep(self.core.seconds_until_work() or 0.0)    # a regime may wait for a fuller batch
                     for output in self.core.step().outputs:
                         state = growing[output.request_id]
                         state.take(output)

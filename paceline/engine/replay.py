@@ -28,7 +28,7 @@ from ..sched.setup import SchedulerSetup
 from .core import request_of
 from .journal import FORMAT_VERSION, scheduler_config_of, setup_of
 from .journal_file import JournalError, at_line, read_journal
-from .journal_lines import Line, PlanEncoder, ends, fixed, stats_fields, submit_of
+from .journal_lines import Line, PlanEncoder, ends, fixed, rows_of, stats_fields, submit_of
 from .messages import Submit
 
 FILLER = -1
@@ -275,7 +275,7 @@ def _path(path: tuple[str | int, ...]) -> str:
 def _row_of(path: tuple[str | int, ...], recorded: Line) -> str | None:
     match path:
         case ("plan", "rows", _, int(index), *_):
-            ids: list[str] = recorded["plan"]["rows"]["request_id"]
+            ids: list[str] = rows_of(recorded["plan"])["request_id"]
             return ids[index] if index < len(ids) else None
     return None
 

@@ -61,8 +61,8 @@ class Transport(Protocol):
 
 
 class Inbox(Protocol):
-    def drain(self, blocks: bool) -> Iterator[Message]:
-        """Messages that have come; waits for the first one if `blocks`."""
+    def drain(self, wait_seconds: float | None) -> Iterator[Message]:
+        """Messages that have come; waits so long for the first one, None: as long as it takes."""
         ...
 
 
@@ -92,7 +92,8 @@ def run_loop(make_core: MakeCore, inbox: Inbox, publish: OnNews) -> None:
 def _serve_messages(core: EngineCore, inbox: Inbox, publish: OnNews) -> None:
     is_stopping = False
     while True:
-        for message in inbox.drain(blocks=not core.has_work() and not is_stopping):
+        wait_seconds = core.seconds_until_work()
+        for message in inbox.drain(0.0 if wait_seconds is None and is_stopping else wait_seconds):
             match message:
                 case Submit():
                     _add(core, message, publish)
@@ -102,9 +103,9 @@ def _serve_messages(core: EngineCore, inbox: Inbox, publish: OnNews) -> None:
                     is_stopping = True
                 case Stop():
                     return
-        if core.has_work():
+        if core.seconds_until_work() == 0.0:
             publish(core.step())
-        elif is_stopping:
+        elif is_stopping and not core.has_work():
             return
 
 
@@ -119,15 +120,15 @@ class _QueueInbox:
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def drain(self, blocks: bool) -> Iterator[Message]:
-        if blocks:
-            yield self.messages.get()
+    def drain(self, wait_seconds: float | None) -> Iterator[Message]:
+        timeout = wait_seconds
         while True:
             try:
-                message = self.messages.get_nowait()
+                message = self.messages.get(timeout is None or timeout > 0, timeout)
             except queue.Empty:
                 return
             yield message
+            timeout = 0.0
 
 
 class ThreadTransport:
@@ -162,9 +163,9 @@ class _PipeInbox:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def drain(self, blocks: bool) -> Iterator[Message]:
+    def drain(self, wait_seconds: float | None) -> Iterator[Message]:
         try:
-            if blocks:
+            if self._connection.poll(wait_seconds):
                 yield self._connection.recv()
             while self._connection.poll():
                 yield self._connection.recv()

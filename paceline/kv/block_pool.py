@@ -50,6 +50,10 @@ class BlockPool:
     def num_refs(self, block_id: int) -> int:
         return self._refs[block_id]
 
+    def is_freed_by_release(self, block_id: int) -> bool:
+        """Whether it can be given out as soon as one of its holders releases it."""
+        return self._refs[block_id] == 1 and block_id not in self._num_moves
+
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         return sum(1 for block_id in block_ids if block_id in self._free)
 

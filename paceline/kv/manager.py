@@ -27,7 +27,8 @@ class BlockCopy:
 
 
 class KVCacheManager:
-    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs."""
+    """Block tables over one pool. max_step_tokens: the most tokens of a request that one step runs; pools without
+    windows do not care."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class KVCacheManager:
         self._prefix_cache = prefix_cache(self.pool, block_size, self.groups)
         self._has_windows = any(group.window is not None for group in self.groups)
         self._forked: set[str] = set()    # ids of parents and children: only these can share a block yet to be filled
+        self.max_step_tokens = max_step_tokens if self._has_windows else None
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
 
     # --- questions: nothing changes
@@ -52,6 +54,11 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free_blocks
+
+    @property
+    def num_in_transit_blocks(self) -> int:
+        """Blocks that come free when a transfer under way has ended."""
+        return self.pool.num_in_transit_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that sees all."""
@@ -62,7 +69,18 @@ class KVCacheManager:
         return self._budget.num_tokens_that_fit(limit)
 
     def look_up(self, request: Request) -> PrefixHit:
+        """What starting would find computed: in the cache, or in the blocks a victim kept."""
+        if request.block_tables:
+            return PrefixHit(request.block_tables, request.num_computed_tokens)
         return self._prefix_cache.match(request)
+
+    def computing_next_block(self, request: Request, hit: PrefixHit) -> str | None:
+        """Who is just now computing the full block that follows this hit: the id of a started request."""
+        return self._prefix_cache.computing(request, hit.num_tokens)
+
+    def num_blocks_held(self, request: Request) -> int:
+        """Shared ones included."""
+        return sum(len(real_blocks(table)) for table in request.block_tables)
 
     def num_blocks_to_start(self, request: Request, hit: PrefixHit) -> int:
         """Free blocks that starting with this hit uses up: new ones, and cached ones that stop being free.
@@ -78,6 +96,11 @@ class KVCacheManager:
             num_needed += max(num_most - num_held, 0) + self.pool.num_free_among(table)
         return num_needed
 
+    def shared_by_fork(self, parent: Request) -> PrefixHit:
+        """What a fork of this running request would begin with: not whole blocks only."""
+        num_blocks = self.num_blocks_for(parent.num_computed_tokens)
+        return PrefixHit(tuple(table[:num_blocks] for table in parent.block_tables), parent.num_computed_tokens)
+
     def num_blocks_to_continue(self, request: Request, num_new_tokens: int) -> int:
         """Free blocks that running this many more tokens uses up, copy-on-write included."""
         num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
@@ -87,13 +110,68 @@ class KVCacheManager:
                 num_new += num_blocks - len(table)
         return num_new + len(self._shared_groups(request)) if self._forked else num_new
 
+    def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int:
+        """Free blocks that starting with this hit uses up until the request is `num_tokens` long, and its choices too.
+
+        Choices that it is to have are left out where the pool could not hold them all: they start one by one.
+        """
+        num_needed = 0
+        for group, table in zip(self.groups, hit.block_ids or self._no_blocks, strict=True):
+            if group.window is None:    # a fork's last block may be one that it must copy before it writes
+                num_copies = hit.num_tokens % self.block_size > 0
+                num_new = max(self.num_blocks_for(num_tokens) - len(table), 0)
+                num_needed += num_new + num_copies + self.pool.num_free_among(table)
+            else:    # found blocks save nothing: whoever else reads them may have been counted on to give them back
+                num_step_tokens = request.num_tokens - hit.num_tokens
+                num_needed += self._most_in_window(group, hit.num_tokens, num_tokens, num_step_tokens)
+        num_of_choices = 0 if request.num_output_tokens else self._num_blocks_of_choices(request, num_tokens)
+        return num_needed + num_of_choices if num_needed + num_of_choices <= self.num_blocks else num_needed
+
+    def num_blocks_to_grow(self, growing: Iterable[tuple[Request, int]]) -> int:
+        """Free blocks that these requests, all that hold blocks, use up at most until each is as long as said."""
+        num_needed = 0
+        held_in_windows: set[int] = set()
+        for request, num_tokens in growing:
+            position, num_blocks = request.num_computed_tokens, self.num_blocks_for(num_tokens)
+            for group, table in zip(self.groups, request.block_tables, strict=True):
+                if group.window is None:
+                    num_needed += max(num_blocks - len(table), 0)
+                else:
+                    num_needed += self._most_in_window(group, position, num_tokens, request.num_uncomputed_tokens)
+                    held_in_windows.update(real_blocks(table))
+            num_needed += sum(1 for group in self._shared_groups(request) if self.groups[group].window is None)
+            if position < request.num_prompt_tokens - 1 and not request.num_output_tokens:
+                num_needed += self._num_blocks_of_choices(request, num_tokens)
+        return max(num_needed - len(held_in_windows), 0)
+
+    def _most_in_window(self, group: KVGroup, position: int, num_tokens: int, num_step_tokens: int) -> int:
+        """Blocks that a request at this position ever holds at once, of whose tokens a step runs that many at most."""
+        num_left = max(num_tokens - group.first_block(position, self.block_size) * self.block_size, 0)
+        return group.most_blocks(num_left, self.block_size, min(max(num_step_tokens, 1), self._budget.max_step_tokens))
+
+    def _num_blocks_of_choices(self, request: Request, num_tokens: int) -> int:
+        """What the choices beside the first take that are born one token before the end of the prompt."""
+        num_choices = request.num_choices - 1
+        if num_choices < 1:
+            return 0
+        position, num_needed = request.num_prompt_tokens - 1, 0
+        for group in self.groups:
+            if group.window is None:    # all but one of those who share the last block copy it; counted for all
+                num_shared = position // self.block_size
+                num_needed += num_choices * (self.num_blocks_for(num_tokens) - num_shared)
+                num_needed += position % self.block_size > 0
+            else:
+                num_needed += num_choices * self._most_in_window(group, position, num_tokens, 1)
+        return num_needed
+
     # --- changes
 
     def start(self, request: Request, hit: PrefixHit) -> None:
         """Blocks for every token known so far, behind no window; the hit's tokens count as computed."""
         held = hit.block_ids or self._no_blocks
-        for table in held:    # first of all: the blocks just found must not be taken below
-            self.pool.touch(real_blocks(table))
+        if held is not request.block_tables:
+            for table in held:    # first of all: the blocks just found must not be taken below
+                self.pool.touch(real_blocks(table))
         num_blocks = self.num_blocks_for(request.num_tokens)
         request.block_tables = tuple(
             table + self.pool.take(num_blocks - len(table)) if group.window is None else table
@@ -122,8 +200,7 @@ class KVCacheManager:
 
     def fork(self, parent: Request, child: Request) -> None:
         """The child reads the parent's computed tokens where they lie."""
-        num_blocks = self.num_blocks_for(parent.num_computed_tokens)
-        child.block_tables = tuple(table[:num_blocks] for table in parent.block_tables)
+        child.block_tables = self.shared_by_fork(parent).block_ids
         for table in child.block_tables:
             self.pool.touch(real_blocks(table))
         child.num_computed_tokens = parent.num_computed_tokens
@@ -150,7 +227,40 @@ class KVCacheManager:
             self.pool.release(real_blocks(table))
         request.block_tables = ()
         self._forked.discard(request.request_id)
+        self._prefix_cache.stop(request)
         return self.pool.num_free_blocks - num_free_before
+
+    def free_tail(self, request: Request, num_missing: int | None) -> int:
+        """Gives back as many of the last blocks as make `num_missing` come free, all where that takes all or None is
+        asked; what they held counts as computed no more. Returns how many came free."""
+        num_kept = 0 if num_missing is None else self._num_kept(request, num_missing)
+        if num_kept == 0:
+            request.num_computed_tokens = 0
+            return self.free(request)
+        num_free_before = self.pool.num_free_blocks
+        for table in request.block_tables:
+            self.pool.release(real_blocks(table[num_kept:]))
+        request.block_tables = tuple(table[:num_kept] for table in request.block_tables)
+        request.num_computed_tokens = min(request.num_computed_tokens, num_kept * self.block_size)
+        self._prefix_cache.stop(request)
+        return self.pool.num_free_blocks - num_free_before
+
+    def _num_kept(self, request: Request, num_missing: int) -> int:
+        """The longest table, in blocks, that leaves enough free and whose end no group's window looks back past."""
+        num_freed = 0
+        for num_kept in range(max(map(len, request.block_tables), default=0) - 1, 0, -1):
+            last = [table[num_kept] for table in request.block_tables if len(table) > num_kept]
+            num_freed += sum(1 for block_id in real_blocks(last) if self.pool.is_freed_by_release(block_id))
+            if num_freed >= num_missing and self._can_go_on_from(request, num_kept):
+                return num_kept
+        return 0
+
+    def _can_go_on_from(self, request: Request, num_blocks: int) -> bool:
+        position = min(request.num_computed_tokens, num_blocks * self.block_size)
+        return all(
+            NULL_BLOCK not in table[group.first_block(position, self.block_size) : num_blocks]
+            for group, table in zip(self.groups, request.block_tables, strict=True)
+        )
 
     def forget(self, request: Request) -> None:
         """The request has ended: nothing is remembered under its id but the blocks it may still hold."""

@@ -39,8 +39,15 @@ class PrefixCache(Protocol):
     def start(self, request: Request, num_known_blocks: int) -> None:
         """The request now holds blocks, of which the first `num_known_blocks` need no registering."""
 
+    def computing(self, request: Request, num_tokens: int) -> str | None:
+        """Who computes the full block of this request's prompt that begins at `num_tokens`: the id of a request that
+        started and has not stopped."""
+
     def register(self, request: Request) -> None:
         """Makes blocks findable whose K/V has become complete."""
+
+    def stop(self, request: Request) -> None:
+        """The request computes no more, or not until it starts again."""
 
     def forget(self, request: Request) -> None:
         """The request has ended; its blocks stay findable until reused."""
@@ -76,6 +83,7 @@ class HashPrefixCache:
         self._block_size = block_size
         self._groups = groups
         self._chains: dict[str, _Chain] = {}
+        self._computing: dict[bytes, str] = {}    # full blocks of prompts that are not registered yet -> who runs them
 
     def match(self, request: Request) -> PrefixHit:
         """The longest prefix of which every group still has the blocks that the tokens after it read.
@@ -121,6 +129,27 @@ class HashPrefixCache:
 
     def start(self, request: Request, num_known_blocks: int) -> None:
         self._chain(request).num_registered = num_known_blocks
+        for content in self._hashes(request, self._num_prompt_blocks(request))[num_known_blocks:]:
+            self._computing.setdefault(content, request.request_id)
+
+    def computing(self, request: Request, num_tokens: int) -> str | None:
+        position = num_tokens // self._block_size
+        num_blocks = (request.num_tokens - 1) // self._block_size
+        return self._computing.get(self._hashes(request, num_blocks)[position]) if position < num_blocks else None
+
+    def stop(self, request: Request) -> None:
+        chain = self._chains.get(request.request_id)
+        if chain is not None:
+            self._computed(request, chain.num_registered, self._num_prompt_blocks(request))
+
+    def _num_prompt_blocks(self, request: Request) -> int:
+        return request.num_prompt_tokens // self._block_size
+
+    def _computed(self, request: Request, start: int, end: int) -> None:
+        """Nobody need wait for these blocks of the request any longer."""
+        for content in self._chain(request).hashes[start:end]:
+            if self._computing.get(content) == request.request_id:
+                del self._computing[content]
 
     def register(self, request: Request) -> None:
         chain = self._chains.get(request.request_id)
@@ -134,9 +163,11 @@ class HashPrefixCache:
             for group, table in enumerate(request.block_tables):
                 if table[position] != NULL_BLOCK:
                     self._pool.set_hash(table[position], group_key(hashes[position], group))
+        self._computed(request, chain.num_registered, num_full)
         chain.num_registered = num_full
 
     def forget(self, request: Request) -> None:
+        self.stop(request)
         self._chains.pop(request.request_id, None)
 
     def _chain(self, request: Request) -> _Chain:
@@ -164,7 +195,13 @@ class NoPrefixCache:
     def start(self, request: Request, num_known_blocks: int) -> None:
         pass
 
+    def computing(self, request: Request, num_tokens: int) -> str | None:
+        return None
+
     def register(self, request: Request) -> None:
+        pass
+
+    def stop(self, request: Request) -> None:
         pass
 
     def forget(self, request: Request) -> None:

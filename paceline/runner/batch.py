@@ -38,7 +38,7 @@ class BatchBuilder:
         positions: list[int] = []
         row_starts = [0]
         wanted: list[int] = []
-        for row in plan.rows:
+        for row in plan.all_rows:
             first, start = row.num_computed_tokens, row_starts[-1]
             if LastSampled.TOKEN in row.token_ids:
                 token_ids += [_resolved(token, row, last_sampled) for token in row.token_ids]
@@ -51,8 +51,8 @@ class BatchBuilder:
             row_starts.append(start + len(row.token_ids))
         return ForwardBatch(
             np.array(token_ids, np.int32), np.array(positions, np.int32), np.array(row_starts, np.int32),
-            self._block_tables(plan.rows), np.array(wanted, np.int32), _copies(plan),
-            self._sampling_batch(plan.rows, token_ids, row_starts))
+            self._block_tables(plan.all_rows), np.array(wanted, np.int32), _copies(plan),
+            self._sampling_batch(plan.all_rows, token_ids, row_starts))
 
     def drop_caches(self) -> None:
         """Forgets what can be rebuilt from the next plan."""

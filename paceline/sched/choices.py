@@ -6,6 +6,8 @@ ids agreed from the start, so that nobody else can take them and an abort can na
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..request import Request
 
 
@@ -57,7 +59,12 @@ class Choices:
             found += [child_id, *self.descendants(child_id)]
         return found
 
-    def cancel(self, child_id: str) -> tuple[str, int] | None:
+    def cancel_unborn(self, child_ids: Iterable[str]) -> list[tuple[str, str, int]]:
+        """Those of these ids that were still expected, and are no more: parent id, child id, choice index."""
+        cancelled = [(child_id, self._cancel(child_id)) for child_id in child_ids]
+        return [(found[0], child_id, found[1]) for child_id, found in cancelled if found is not None]
+
+    def _cancel(self, child_id: str) -> tuple[str, int] | None:
         """This choice shall not be born. Returns its parent's id and its index, None where none was expected."""
         parent_id = self._parent_of_unborn.pop(child_id, None)
         if parent_id is None:

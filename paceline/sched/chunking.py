@@ -1,19 +1,75 @@
-"""How a step's token budget is split. A rule answers how many of a request's tokens run in this step."""
+"""How a step's token budget is split. A chunking states a step's budget, and how many tokens of a request run in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from ..errors import ConfigError
 from .view import SchedulerView
 
+StepBudget: TypeAlias = Callable[[SchedulerView], int]
 # (view, tokens the request could run, budget left, requests behind it that need one token each) -> tokens to run now
-ChunkingRule: TypeAlias = Callable[[SchedulerView, int, int, int], int]
+ShareRule: TypeAlias = Callable[[SchedulerView, int, int, int], int]
+
+LEAST_PREFILL_TOKENS = 16    # even where no share holds the target: fewer cost hardly less, none would starve
+FIRST_PREFILL_TOKENS = 32    # beside decoders while the step-time model knows nothing yet
+LEAST_OBSERVATIONS = 4       # steps that a model is made of
 
 
-def fixed(view: SchedulerView, num_uncomputed_tokens: int, budget_left: int, num_decodes_behind: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """stalls_decode: a step runs prompts or decodes, never both; who can start or go on with its prompt comes first."""
+
+    budget: StepBudget
+    share: ShareRule
+    stalls_decode: bool = False
+
+
+def whole_budget(view: SchedulerView) -> int:
+    return view.config.max_num_batched_tokens
+
+
+def beside_decode(view: SchedulerView, num_uncomputed_tokens: int, budget_left: int, num_decodes_behind: int) -> int:
     """Prefill takes what decode leaves, both in one step; but at least one token, so the first in order progresses."""
     return min(num_uncomputed_tokens, budget_left, max(budget_left - num_decodes_behind, 1))
 
 
-CHUNKINGS: Mapping[str, ChunkingRule] = {"fixed": fixed}
+def all_or_nothing(view: SchedulerView, num_uncomputed_tokens: int, budget_left: int, num_decodes_behind: int) -> int:
+    """A prompt runs whole; one longer than the budget alone, in a step that exceeds it, bounded by max_model_len."""
+    is_first = budget_left == view.config.max_num_batched_tokens
+    return num_uncomputed_tokens if is_first or num_uncomputed_tokens <= budget_left else 0
+
+
+def within_target(view: SchedulerView) -> int:
+    """The decodes, and the largest prefill share with which the step-time model holds itl_target_ms.
+
+    The model's own mean error is added to what it predicts. Without decoders nobody's tokens can come late.
+    """
+    most = view.config.max_num_batched_tokens
+    contexts = [request.num_computed_tokens for request in view.running if request.num_uncomputed_tokens == 1]
+    if not contexts:
+        return most
+    model, num_decodes = view.observations.step_time, len(contexts)
+    if model.num_observations < LEAST_OBSERVATIONS:
+        return min(most, num_decodes + FIRST_PREFILL_TOKENS)
+    filling = next((request for request in view.running if request.num_uncomputed_tokens > 1), None)
+    context = 0 if filling is None else filling.num_computed_tokens
+    target_seconds = view.config.itl_target_ms / 1e3 / (1 + model.relative_error)
+    share = model.largest_prefill(target_seconds, num_decodes, sum(contexts), context, most)
+    return min(most, num_decodes + max(share, LEAST_PREFILL_TOKENS))
+
+
+def check_whole_prompts_fit(chunking: Chunking, max_step_tokens: int | None, max_model_len: int) -> None:
+    """Raises ConfigError where the pool's windows were sized for shorter steps (None: the pool has no windows)."""
+    if chunking.stalls_decode and max_step_tokens is not None and max_step_tokens < max_model_len:
+        raise ConfigError(f"chunking: whole prompts run up to max_model_len={max_model_len} tokens in a step; "
+                          f"the windows of this KV pool were sized for {max_step_tokens}")
+
+
+CHUNKINGS: Mapping[str, Chunking] = {
+    "whole": Chunking(whole_budget, all_or_nothing, stalls_decode=True),
+    "fixed": Chunking(whole_budget, beside_decode),
+    "itl_bounded": Chunking(within_target, beside_decode),
+}

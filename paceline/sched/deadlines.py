@@ -14,6 +14,11 @@ class Deadlines:
         self._deadlines: dict[str, float] = {}
         self._earliest = NEVER    # at most the earliest: it is not looked for anew when that request ends
 
+    @property
+    def earliest(self) -> float:
+        """No deadline is before this."""
+        return self._earliest
+
     def watch(self, request: Request) -> None:
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..request import FinishReason, Request, StopMatch
 from .plan import RowResult, ScoredToken, TopLogprobs
+from .step_time import UNKNOWN, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,10 @@ class EngineStats:
     prefix_cache_queries: int        # tokens
     prefix_cache_hits: int           # tokens
     num_recomputed_tokens: int
+    num_slot_steps: int = 0          # max_num_seqs for each step that ran a row
+    num_idle_slot_steps: int = 0     # of those, slots without a row
+    num_padding_rows: int = 0        # rows of finished members that static_padded ran
+    step_time: StepTime = UNKNOWN
 
 
 def output_of(request: Request, result: RowResult | None = None) -> RequestOutput:

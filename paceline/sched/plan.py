@@ -135,7 +135,8 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The plan of one step."""
+    """The plan of one step. `padding` rows run after `rows` and cost what rows cost, but nobody waits for what they
+    give: they appear in no result. Slots are max_num_seqs; one without a row of `rows` is idle."""
 
     step_id: int
     rows: tuple[ScheduledRequest, ...]
@@ -144,10 +145,18 @@ class SchedulerOutput:
     refusal: Refusal | None = None
     num_waiting: int = 0
     num_running: int = 0
+    num_started: int = 0    # requests that left the queue in this step
+    padding: tuple[ScheduledRequest, ...] = ()
+    num_idle_slots: int = 0
+
+    @property
+    def all_rows(self) -> tuple[ScheduledRequest, ...]:
+        """What an executor runs, in order."""
+        return self.rows + self.padding if self.padding else self.rows
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
+        return sum(len(row.token_ids) for row in self.all_rows)
 
 
 @dataclass(frozen=True, slots=True)

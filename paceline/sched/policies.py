@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .admission import AdmissionRule
-from .batching import RegimeRule
-from .chunking import ChunkingRule
+from .batching import Regime
+from .chunking import Chunking
+from .gate import GateRule
 from .ordering import Ordering
 from .preemption import PreemptionRule, VictimRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
-    regime: RegimeRule
+    regime: Regime
+    gate: GateRule
     ordering: Ordering
     admission: AdmissionRule
     preemption: PreemptionRule
     victim: VictimRule
-    chunking: ChunkingRule
+    chunking: Chunking

@@ -3,7 +3,8 @@
 A step is schedule -> (an executor runs the plan) -> update. Policies answer, this file acts: decide, then commit.
   - Running requests stand in the ordering's order. One yields its blocks only to one ahead of it, so the first always
     progresses, and nobody already in this step's plan can become a victim.
-  - Nobody is admitted in a step that preempted, nor past a head of the queue that was refused.
+  - Nobody is admitted in a step that was short of blocks, nor past a head of the queue that was refused.
+  - A victim that keeps a part of its blocks waits with them, and loses them before anyone who runs loses one.
   - While a plan is in flight no block goes back to the pool: an abort then ends the request, update frees its blocks.
 """
 
@@ -11,36 +12,36 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ..config import SchedulerConfig
 from ..errors import InvariantError, RequestError
 from ..kv.manager import KVCacheManager
-from ..kv.prefix_hash import MISS, PrefixHit
-from ..request import Request, RequestStatus
+from ..kv.prefix_hash import PrefixHit
+from ..request import FinishReason, Request, RequestStatus
+from .batching import PASSING_LIMITS, Batch
+from .books import check_queues
 from .choices import Choices, choice_id
+from .chunking import check_whole_prompts_fit
 from .counters import Counters
 from .deadlines import Deadlines
+from .ended import EndedRequests
 from .finish import ABORTED, EXPIRED, FAILED, Finish, FinishRules, append_tokens
+from .kept import KeptBlocks
 from .limits import Limits, check_fits, parent_of_fork
-from .lookback import has_unscored, history_of, news_of_scores, num_tokens_within, sampling_ref_of, scored_by
-from .ordering import OrderingKey, WaitQueue
+from .lookback import news_of_scores, num_tokens_within, sampling_ref_of
+from .ordering import OrderingKey
 from .outputs import EngineStats, RequestOutput, ended_before_birth, output_of
-from .plan import (
-    Preempted,
-    Refusal,
-    RowResult,
-    SamplingRef,
-    ScheduledRequest,
-    SchedulerOutput,
-    StepResult,
-)
+from .plan import Preempted, Refusal, RowResult, SamplingRef, ScheduledRequest, SchedulerOutput, StepResult
 from .policies import Policies
-from .preemption import Yield
+from .room import Room
+from .start import decide, has_slot
 from .step_builder import StepBuilder
 from .transfers import CopiesUnderWay
 from .view import Observations, SchedulerView
+from .wait_queue import WaitQueue
 
-FIRST_OFFSET = (0,)    # the logits of a one-token row; one object for all of them
+PADDED_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Scheduler:
@@ -68,8 +69,11 @@ class Scheduler:
         self._choices = Choices()
         self._counters = Counters()
         self._in_flight: SchedulerOutput | None = None
-        self._ended_in_flight: list[Request] = []           # their blocks are freed when the plan has landed
+        self._ended = EndedRequests(kv)
         self._copies = CopiesUnderWay()
+        self._batch = Batch()
+        self._kept = KeptBlocks(kv, self._counters)
+        self._room = Room(self._ended, self._kept)
         self._deadlines = Deadlines()
         self._next_step_id = 0
 
@@ -114,29 +118,36 @@ class Scheduler:
         """Ends those whose deadline has come, with all their choices."""
         return self._end_families(self._deadlines.due(now), EXPIRED, now)
 
+    def idle_until(self, now: float) -> float | None:
+        """Where nothing can run before some time unless a request arrives: that time. None: a step has work now, or
+        there is none at all."""
+        if self.running or not len(self.waiting):
+            return None
+        opens_at = min(self.policies.regime.opens_at(self._view(now)), self._deadlines.earliest)
+        return opens_at if opens_at > now else None
+
     def output_token_ids(self, request_id: str) -> Sequence[int] | None:
         """What an unfinished request has generated so far; None for any other."""
         request = self._requests.get(request_id)
         return None if request is None else request.output_token_ids
 
     def switch_policies(self, policies: Policies) -> None:
-        """Swaps the whole bundle between two steps; those who wait and those who run are put in the new order."""
+        """Swaps the whole bundle between two steps and puts all in the new order, or raises ConfigError."""
+        check_whole_prompts_fit(policies.chunking, self.kv.max_step_tokens, self.max_model_len)
         self.policies = policies
         view = self._view(0.0)
         self.waiting = self.waiting.reordered(policies.ordering, view)
-        self.running.sort(key=lambda request: policies.ordering.key(request, view))
+        self.running.sort(key=lambda request: policies.ordering.running_key(request, view))
 
     def stats(self) -> EngineStats:
-        return self._counters.stats(self.kv, num_running=len(self.running), num_waiting=len(self.waiting))
+        return self._counters.stats(self.kv, self.observations.step_time.exported(), num_running=len(self.running),
+                                    num_waiting=len(self.waiting))
 
     def check(self) -> None:
         """Raises InvariantError unless requests, queues and blocks agree. For tests and debugging."""
-        self.kv.check((*self._requests.values(), *self._ended_in_flight))
-        queued = [*self.running, *self.waiting]
-        if len(queued) != len(self._requests) or any(self._requests.get(r.request_id) is not r for r in queued):
-            raise InvariantError("an unfinished request is in no queue, or in two")
-        if any(request.block_tables for request in self.waiting):
-            raise InvariantError("a waiting request holds blocks")
+        self.kv.check((*self._requests.values(), *self._ended.in_flight, *self._ended.padding))
+        check_queues(self._requests, self.running, self.waiting, self._kept.request_ids)
+        self._ended.check(self.running)
 
     # --- schedule
 
@@ -145,28 +156,35 @@ class Scheduler:
         if self._in_flight is not None:
             raise InvariantError(f"step {self._in_flight.step_id} has not been updated")
         view = self._view(now)
-        step = StepBuilder(self._next_step_id, self.config.max_num_batched_tokens)
-        if not self.policies.ordering.is_static:
-            self.running.sort(key=lambda request: self.policies.ordering.key(request, view))
-        self._continue_running(view, step)
-        if not step.has_preempted:    # blocks are short: admitting now would thrash
+        chunking = self.policies.chunking
+        step = StepBuilder(self._next_step_id, chunking.budget(view), self.kv, self._copies)
+        if not self.running:
+            self._batch.num_members, self._batch.is_open = 0, False
+        self._drop_padding_of_past()
+        if chunking.stalls_decode:
+            self._continue_running(view, step, (r for r in self.running if self._num_tokens_to_run(r, step) > 1))
             self._admit_waiting(view, step)
+        if not chunking.stalls_decode or not step.num_rows:
+            self._continue_running(view, step, self.running)
+        if not chunking.stalls_decode:
+            self._admit_waiting(view, step)
+        step.add_padding(self._ended.padding)
         self._next_step_id += 1
-        self._in_flight = step.build(num_waiting=len(self.waiting), num_running=len(self.running))
+        self._in_flight = step.build(len(self.waiting), len(self.running), self.config.max_num_seqs)
         return self._in_flight
 
-    def _continue_running(self, view: SchedulerView, step: StepBuilder) -> None:
+    def _continue_running(self, view: SchedulerView, step: StepBuilder, requests: Iterable[Request]) -> None:
         num_decodes_behind = sum(1 for request in self.running if request.num_uncomputed_tokens == 1)
-        for request in tuple(self.running):
+        for request in tuple(requests):
             if request.status is not RequestStatus.RUNNING:
                 continue                                    # became a victim earlier in this pass
             if step.budget_left == 0:
                 break
             num_decodes_behind -= request.num_uncomputed_tokens == 1
             num_wanted = self._num_tokens_to_run(request, step)
-            num_new_tokens = self.policies.chunking(view, num_wanted, step.budget_left, num_decodes_behind)
+            num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, num_decodes_behind)
             if num_new_tokens and self._make_room(request, num_new_tokens, view, step):
-                self._add_row(request, num_new_tokens, step)
+                step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
 
     def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
         # A parent waits one token before the end of its prompt, where its choices part.
@@ -176,87 +194,67 @@ class Scheduler:
         return num_tokens_within(request, num_tokens, step.scored_left)
 
     def _make_room(self, request: Request, num_new_tokens: int, view: SchedulerView, step: StepBuilder) -> bool:
-        """Frees blocks behind the request until it can go on. False where it must itself wait."""
-        while self.kv.num_blocks_to_continue(request, num_new_tokens) > self.kv.num_free_blocks:
-            position = self.running.index(request)
-            behind = self.running[position + 1 :]
-            if not behind and position == 0:
-                if not self.kv.pool.num_in_transit_blocks:
-                    raise InvariantError("a request alone does not fit the pool it was accepted for")
-                return False                                # a transfer still holds what it needs
-            victim = self.policies.victim(view, behind) if behind else request
-            self._preempt(victim, view, step)
-            if victim is request:
-                return False
-        return True
+        has_room = self._room.make(request, num_new_tokens, self.policies, view, partial(self._preempt, view, step))
+        step.is_short_of_blocks |= not has_room
+        return has_room
 
-    def _preempt(self, victim: Request, view: SchedulerView, step: StepBuilder) -> None:
-        if self.policies.preemption(view, victim) is not Yield.RECOMPUTE:
-            raise InvariantError("recompute is the only way to yield so far")
-        num_lost_tokens = victim.num_computed_tokens
-        self._counters.preempted(victim)
-        num_freed_blocks = self.kv.free(victim)
-        victim.num_computed_tokens = 0
+    def _preempt(self, view: SchedulerView, step: StepBuilder, victim: Request, num_missing: int | None) -> None:
+        """Takes the victim's last blocks as far as they are missing; None: all of them."""
+        num_computed_tokens = victim.num_computed_tokens
+        num_freed_blocks = self._kept.shrink(victim, num_missing)
         victim.num_preemptions += 1
         victim.status = RequestStatus.PREEMPTED
         self.running.remove(victim)
         self.waiting.push(victim, view)
+        self._counters.num_preemptions += 1
+        num_lost_tokens = num_computed_tokens - victim.num_computed_tokens
         step.add_preempted(Preempted(victim.request_id, num_lost_tokens, num_freed_blocks))
 
     def _admit_waiting(self, view: SchedulerView, step: StepBuilder) -> None:
-        is_gate_open = len(self.waiting) > 0 and self.policies.regime(view)
+        if step.is_short_of_blocks or (request := self.waiting.head(view)) is None:
+            return                                          # short of blocks: admitting now would thrash
+        if self.policies.regime.may_join(view):
+            step.refusal = self.policies.gate(view, request)
+        else:
+            step.refusal = Refusal(request.request_id, "regime", needed=1, available=0)
+        if step.refusal is None:
+            self._start_while_allowed(view, step)
+            self._batch.is_open = step.refusal is not None and step.refusal.limit in PASSING_LIMITS
+
+    def _start_while_allowed(self, view: SchedulerView, step: StepBuilder) -> None:
         while (request := self.waiting.head(view)) is not None:
-            hit, step.refusal = self._decide(request, is_gate_open, view, step)
+            hit, step.refusal = decide(request, self._choices.is_expecting(request), self.policies, view, step)
             if step.refusal is not None:
+                if self._frees_kept_blocks(request, step.refusal, view):
+                    continue
                 return                                      # nobody passes the head: nobody starves
+            step.num_started += 1
             self._start(request, hit, view)
             num_wanted = self._num_tokens_to_run(request, step)
-            self._add_row(request, self.policies.chunking(view, num_wanted, step.budget_left, 0), step)
+            num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, 0)
+            step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
             request.first_scheduled_at = view.now if request.first_scheduled_at is None else request.first_scheduled_at
 
-    def _decide(
-        self, request: Request, is_gate_open: bool, view: SchedulerView, step: StepBuilder
-    ) -> tuple[PrefixHit, Refusal | None]:
-        """Whether the head of the queue may start. Reads only."""
-        if not is_gate_open:
-            return MISS, Refusal(request.request_id, "regime", needed=1, available=0)
-        if len(self.running) >= self.config.max_num_seqs:
-            return MISS, Refusal(request.request_id, "max_num_seqs", needed=1, available=0)
-        if step.budget_left == 0:
-            return MISS, Refusal(request.request_id, "max_num_batched_tokens", needed=1, available=0)
-        if step.scored_left == 0 and has_unscored(request):
-            return MISS, Refusal(request.request_id, "max_scored_tokens", needed=1, available=0)
-        hit = MISS if has_unscored(request) else self.kv.look_up(request)
-        return hit, self.policies.admission(view, request, hit)
+    def _frees_kept_blocks(self, head: Request, refusal: Refusal, view: SchedulerView) -> bool:
+        """Where nobody runs who could free a block, what victims kept must give way to the head: its own at last."""
+        if self.running or refusal.limit != "num_kv_blocks":
+            return False
+        num_missing = max(refusal.needed - refusal.available, 1)
+        return self._kept.take(num_missing, self.policies.ordering, view, head) or self._kept.give_up(head)
 
     def _start(self, request: Request, hit: PrefixHit, view: SchedulerView) -> None:
         self.waiting.remove(request)
         self.kv.start(request, hit)
+        self._kept.forget(request)
         if request.num_preemptions == 0:
             request.num_cached_tokens = hit.num_tokens
             self._counters.looked_up(request.num_tokens, hit.num_tokens)
         self._join_running(request, view)
         self._fork_if_due(request, view)
 
-    def _add_row(self, request: Request, num_new_tokens: int, step: StepBuilder) -> None:
-        for copy in self.kv.allocate(request, num_new_tokens):
-            step.add_transfer(self._copies.begin(copy))
-        start = request.num_computed_tokens
-        is_sampled = start + num_new_tokens == request.num_tokens
-        offsets = FIRST_OFFSET if num_new_tokens == 1 else (num_new_tokens - 1,)
-        ref = self._sampling_refs[request.request_id]
-        step.add_row(
-            ScheduledRequest(
-                request_id=request.request_id,
-                num_computed_tokens=start,
-                token_ids=request.token_ids(start, start + num_new_tokens),
-                block_ids=request.block_tables,
-                logits_offsets=offsets if is_sampled else (),
-                sampling=ref if is_sampled else None,
-                history=history_of(request) if is_sampled and ref.looks_back else None,
-                scored=None if ref.is_plain else scored_by(request, num_new_tokens),
-            )
-        )
+    def _drop_padding_of_past(self) -> None:
+        if not (self.running and self.policies.regime.is_padded):
+            self._ended.stop_padding(is_in_flight=self._in_flight is not None)
 
     # --- update
 
@@ -272,13 +270,14 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is not None:                         # else aborted in flight
                 self._advance(request, row, row_result, now, outputs)
-        for request in self._ended_in_flight:
-            self.kv.free(request)
-        self._ended_in_flight.clear()
+        self._ended.landed()
         if self._choices.has_unborn:                        # after all ends: those who ended make place for children
             for request in tuple(self.running):
                 self._fork_if_due(request, self._view(now))
-        self._observe(plan, result)
+        self._drop_padding_of_past()
+        self._counters.step_ran(plan, self.config.max_num_seqs)
+        self.observations.note_step(plan, result)
+        self.observations.service.settle(self._least_served(), self.running)
         return outputs
 
     def _advance(
@@ -292,7 +291,8 @@ class Scheduler:
         start, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
         request.num_computed_tokens = end
         self.kv.computed(request)
-        self._counters.computed(request, start, end)
+        num_input_tokens = self._counters.computed(request, start, end)
+        self.observations.service.charge(request, num_input_tokens, 0, self.config)
         if row.sampling is None:
             outputs += news_of_scores(request, row, result)
             return
@@ -300,30 +300,29 @@ class Scheduler:
             news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
+        self.observations.service.charge(request, 0, num_taken, self.config)
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
         if finish is not None:
             self._end(request, finish, now)
-            self.observations.num_finished += 1
-            self.observations.num_finished_output_tokens += request.num_output_tokens
+            self.observations.note_end(request)
         outputs.append(output_of(request, result if finish is None else result.first(num_taken)))
+
+    def _least_served(self) -> str | None:
+        head = self.waiting.head(self._view(0.0)) if self.policies.ordering.lanes is not None else None
+        return None if head is None else head.tenant
 
     def _fail(self, request: Request, now: float, outputs: list[RequestOutput]) -> None:
         """The step gave this request no usable token. Choices that wait for its prompt fail with it; nobody else."""
-        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
         self.kv.distrust(request)
+        outputs += self._end_unborn(self._choices.unborn(request.request_id), FAILED, now)
         self._end(request, FAILED, now)
         outputs.append(output_of(request))
-
-    def _observe(self, plan: SchedulerOutput, result: StepResult) -> None:
-        self._counters.num_steps += 1
-        self.observations.num_steps += 1
-        self.observations.num_step_tokens += plan.num_tokens
-        self.observations.step_seconds += result.duration_seconds
 
     # --- one way in, one way out
 
     def _view(self, now: float) -> SchedulerView:
-        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations)
+        return SchedulerView(self.waiting, self.running, self.kv, now, self.config, self.observations,
+                             self.limits.max_model_len, self._batch)
 
     def _refuse_taken_id(self, request_id: str) -> None:
         if request_id in self._requests or self._choices.is_reserved(request_id):
@@ -336,9 +335,10 @@ class Scheduler:
 
     def _join_running(self, request: Request, view: SchedulerView) -> None:
         request.status = RequestStatus.RUNNING
+        self._batch.num_members += 1
 
         def key(other: Request) -> OrderingKey:
-            return self.policies.ordering.key(other, view)
+            return self.policies.ordering.running_key(other, view)
 
         insort(self.running, request, key=key)
 
@@ -351,7 +351,8 @@ class Scheduler:
 
     def _start_fork(self, parent: Request, child: Request, view: SchedulerView) -> None:
         self._accept(child)
-        if len(self.running) >= self.config.max_num_seqs:
+        is_full = not has_slot(self.policies, view)
+        if is_full or self.policies.admission(view, child, self.kv.shared_by_fork(parent)) is not None:
             self.waiting.push(child, view)                  # it will find its prompt in the prefix cache
             return
         self.kv.fork(parent, child)
@@ -369,10 +370,13 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop, request.finished_at = finish.reason, finish.stop, now
-        if is_running and self._in_flight is not None:
-            self._ended_in_flight.append(request)
+        if self._in_flight is not None:
+            self._ended.in_flight.append(request)
+        elif is_running and self.policies.regime.is_padded and finish.reason in PADDED_ENDS:
+            self._ended.padding.append(request)
         else:
             self.kv.free(request)
+        self._kept.forget(request)
         self.kv.forget(request)
         self._deadlines.forget(request)
         self._choices.ended(request)
@@ -387,14 +391,10 @@ class Scheduler:
                 if request is not None:
                     self._end(request, finish, now)
                     outputs.append(output_of(request))
+        self._drop_padding_of_past()
         return outputs
 
     def _end_unborn(self, child_ids: Iterable[str], finish: Finish, now: float) -> list[RequestOutput]:
         """Choices whose parent still computes the prompt: nothing to free, but their client waits for an end."""
-        outputs: list[RequestOutput] = []
-        for child_id in child_ids:
-            cancelled = self._choices.cancel(child_id)
-            if cancelled is not None:
-                parent_id, index = cancelled
-                outputs.append(ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now))
-        return outputs
+        return [ended_before_birth(self._requests[parent_id], child_id, index, finish.reason, now)
+                for parent_id, child_id, index in self._choices.cancel_unborn(child_ids)]

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from paceline.clock import WallClock
+from paceline.clock import VirtualClock, WallClock
 from paceline.engine.async_engine import MAX_UNREAD_NEWS, AsyncEngine, ServedModel
 from paceline.engine.core import EngineCore
 from paceline.engine.events import EngineEvents
-from paceline.engine.messages import News, Ready, RequestOutput, Submit
+from paceline.engine.messages import Message, News, Outputs, Ready, RequestOutput, Stop, Submit
 from paceline.engine.queue_limits import QueueLimits
 from paceline.engine.transport import TRANSPORTS, ProcessTransport, _PipeInbox, run_loop
 from paceline.errors import ConfigError, EngineDead, Overloaded, PromptTooLong
@@ -363,3 +363,34 @@ def test_a_front_that_was_killed_ends_the_loop_without_a_traceback(capsys: pytes
     news: list[News] = []
     run_loop(load, _PipeInbox(messages), news.append)
     assert [type(one) for one in news] == [Ready] and capsys.readouterr().err == ""
+
+
+class SleepingInbox:
+    """Passes virtual time instead of waiting; brings its messages only to one who would wait for ever."""
+
+    def __init__(self, clock: VirtualClock, *messages: Message) -> None:
+        self._clock, self._messages = clock, list(messages)
+        self.waits: list[float | None] = []
+
+    def drain(self, wait_seconds: float | None) -> Iterator[Message]:
+        self.waits.append(wait_seconds)
+        if wait_seconds is None:
+            yield self._messages.pop(0)
+        else:
+            self._clock.advance(wait_seconds)
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_the_loop_sleeps_until_a_waiting_batch_is_due_and_no_longer(is_stopping: bool) -> None:
+    clock, news = VirtualClock(), []
+    stage = Stage(replace(SETUP, regime="dynamic", batch_timeout_seconds=2.0))
+    core = EngineCore(stage.scheduler, stage.executor, clock, EngineEvents(lambda listener, error: None))
+    inbox = SleepingInbox(clock, submit("a", 3), Stop(is_graceful=True))
+    if is_stopping:
+        core.add(submit("b", 3))
+    loaded = Loaded(core, Ready(max_model_len=200, num_blocks=64, block_size=4, fingerprint="shadow"))
+    run_loop(lambda: loaded, inbox, news.append)
+    assert inbox.waits[:2] == ([2.0, 0.0] if is_stopping else [None, 2.0])
+    assert inbox.waits.count(2.0) == 1
+    num_steps = sum(1 for one in news if isinstance(one, Outputs))
+    assert num_steps == core.scheduler.stats().num_steps == (6 if is_stopping else 3)

@@ -270,6 +270,14 @@ def test_no_token_and_no_text_is_in_a_journal_unless_asked_for() -> None:
     assert b'_token_ids":[' not in contents[0].partition(b"\n")[2] and b'"token_ids"' not in contents[0]
 
 
+def test_padding_rows_tell_no_token_either() -> None:
+    recorded = Recorded(Setup(regime="static_padded", num_blocks=400))
+    recorded.stage.add(*(make_request(f"r{index}", tuple(range(70_001, 70_012)), 2 + 6 * index) for index in range(2)))
+    recorded.stage.run()
+    assert any(plan.padding for plan in recorded.stage.plans)
+    assert b'"padding":{' in recorded.lines.content and b"token_ids" not in recorded.lines.content.partition(b"\n")[2]
+
+
 def test_equal_prefixes_have_equal_hashes_in_one_journal_and_others_in_the_next() -> None:
     def hashes(key: bytes) -> list[list[str]]:
         lines, stage = Lines(), Stage(Setup())

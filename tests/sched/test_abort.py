@@ -88,5 +88,6 @@ def test_a_thousand_requests_with_cancels_leave_an_empty_engine() -> None:
     leftovers = [scheduler._sampling_refs, scheduler._copies._copies, scheduler._deadlines._deadlines,
                  scheduler._choices._living, scheduler._choices._unborn, scheduler._choices._parent_of_unborn,
                  scheduler._counters._num_once_computed, scheduler.kv._prefix_cache._chains,
-                 scheduler._ended_in_flight]
+                 scheduler.kv._prefix_cache._computing, scheduler._kept.request_ids, scheduler._ended.in_flight,
+                 scheduler._ended.padding]
     assert not any(leftovers)

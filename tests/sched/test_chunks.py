@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from operator import mul
+
 import pytest
 
-from paceline.sched.chunking import fixed
+from paceline.errors import ConfigError
+from paceline.kv.groups import KVGroup
+from paceline.sched.chunking import LEAST_PREFILL_TOKENS, beside_decode
+from paceline.sched.step_time import features_of
 
-from ..fakes import Setup, Stage, make_request, solo
+from ..fakes import Setup, Stage, make_policies, make_request, solo
 
 
 def test_nothing_is_sampled_before_the_last_prompt_token() -> None:
@@ -59,6 +64,96 @@ def test_a_long_prompt_ahead_leaves_decode_its_tokens() -> None:
 
 def test_the_first_in_order_progresses_however_many_decode_behind() -> None:
     view = Stage(Setup()).scheduler._view(0.0)
-    assert fixed(view, 10, budget_left=4, num_decodes_behind=6) == 1
-    assert fixed(view, 10, budget_left=4, num_decodes_behind=1) == 3
-    assert fixed(view, 2, budget_left=4, num_decodes_behind=1) == 2
+    assert beside_decode(view, 10, budget_left=4, num_decodes_behind=6) == 1
+    assert beside_decode(view, 10, budget_left=4, num_decodes_behind=1) == 3
+    assert beside_decode(view, 2, budget_left=4, num_decodes_behind=1) == 2
+
+
+# ---- whole
+
+
+def test_a_whole_prompt_stalls_decode_for_its_step() -> None:
+    stage = Stage(Setup(chunking="whole", max_num_batched_tokens=64))
+    stage.add(*(make_request(f"d{i}", 4, 9, salt=i) for i in range(3)))
+    stage.step()
+    stage.add(make_request("long", 40, 3, salt=9, arrival_time=1.0))
+    assert {row.request_id: row.num_tokens for row in stage.step().rows} == {"long": 40}
+    assert {row.request_id: row.num_tokens for row in stage.step().rows} == dict.fromkeys(("d0", "d1", "d2", "long"), 1)
+
+
+def test_prompts_share_a_step_as_long_as_they_fit_it_whole() -> None:
+    stage = Stage(Setup(chunking="whole", max_num_batched_tokens=20))
+    stage.add(*(make_request(f"r{i}", 8, 2, salt=i, arrival_time=float(i)) for i in range(3)))
+    plan = stage.step()
+    assert {row.request_id: row.num_tokens for row in plan.rows} == {"r0": 8, "r1": 8}
+    assert plan.refusal is not None
+    assert (plan.refusal.limit, plan.refusal.needed, plan.refusal.available) == ("max_num_batched_tokens", 8, 4)
+
+
+def test_a_prompt_longer_than_the_budget_runs_whole_and_alone() -> None:
+    stage = Stage(Setup(chunking="whole", max_num_batched_tokens=16))
+    stage.add(make_request("long", 50, 2), make_request("short", 4, 2, salt=1, arrival_time=1.0))
+    assert [row.num_tokens for row in stage.step().rows] == [50]
+    assert [row.request_id for row in stage.step().rows] == ["short"]
+
+
+def test_whole_prompts_are_refused_where_windows_were_sized_for_less() -> None:
+    stage = Stage(Setup(groups=(KVGroup(), KVGroup(window=6)), max_num_batched_tokens=16))
+    before = stage.scheduler.policies
+    with pytest.raises(ConfigError, match=r"chunking: whole .* max_model_len=200 .* sized for 16"):
+        stage.scheduler.switch_policies(make_policies(chunking="whole"))
+    assert stage.scheduler.policies is before
+
+
+# ---- bounded by the step-time model
+
+MILLISECONDS = (3.0, 0.5, 0.0, 0.4, 0.0)    # what the steps of these stories take, by StepTime's terms
+
+
+def durations(chunking: str, target_ms: float) -> list[float]:
+    """Steps in ms from the 5th on in which somebody decodes, on long prompts that keep arriving beside decoders."""
+    stage = Stage(Setup(chunking=chunking, itl_target_ms=target_ms, max_num_batched_tokens=512, num_blocks=4000,
+                        max_model_len=4000))
+    stage.executor.seconds_of = lambda plan: sum(map(mul, MILLISECONDS, features_of(plan))) / 1e3
+    stage.add(*(make_request(f"d{i}", 4, 300, salt=i) for i in range(8)))
+    stage.step()
+    for i in range(6):
+        stage.add(make_request(f"p{i}", 900, 2, salt=20 + i, arrival_time=1.0 + i))
+    stage.run()
+    steps = [plan for plan in stage.plans[5:] if any(row.request_id.startswith("d") for row in plan.rows)]
+    assert sum(1 for plan in steps if plan.num_tokens > 8) > 3, "no prompt ran beside a decoder"
+    return sorted(1e3 * stage.executor.seconds_of(plan) for plan in steps)
+
+
+def test_long_prefills_beside_decoders_hold_the_target_where_fixed_chunks_exceed_it_twice() -> None:
+    target_ms = 40.0
+    bounded, fixed = durations("itl_bounded", target_ms), durations("fixed", target_ms)
+    assert bounded[int(0.99 * len(bounded))] <= 1.2 * target_ms
+    assert fixed[-1] > 2 * target_ms
+
+
+def test_the_bound_is_used_up() -> None:
+    """Holding the target by doing nothing would be easy."""
+    assert durations("itl_bounded", 40.0)[-3] > 0.8 * 40.0
+
+
+def test_a_target_below_what_decode_takes_starves_no_prompt() -> None:
+    """LEAST_PREFILL_TOKENS run all the same."""
+    assert durations("itl_bounded", 5.0)[-1] < 3.0 + 8 * 0.5 + (LEAST_PREFILL_TOKENS + 17) * 0.4
+
+
+def test_without_decoders_the_whole_budget_is_prefill() -> None:
+    stage = Stage(Setup(chunking="itl_bounded", itl_target_ms=0.1, max_num_batched_tokens=64))
+    stage.add(make_request("a", 150, 2))
+    assert [stage.step().num_tokens for _ in range(2)] == [64, 64]
+
+
+@pytest.mark.parametrize("chunking", ["whole", "itl_bounded"])
+def test_no_chunking_changes_a_token(chunking: str) -> None:
+    setup = Setup(chunking=chunking, max_num_batched_tokens=16, num_blocks=24)
+    requests = [make_request(f"r{i}", 3 + 9 * i, 4 + 3 * i, salt=i % 3, seed=i, arrival_time=i / 4) for i in range(7)]
+    stage = Stage(setup)
+    stage.add(*requests)
+    stage.run()
+    assert stage.num_preemptions
+    assert stage.tokens == {request.request_id: solo(request, setup) for request in requests}

@@ -9,10 +9,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.kv.groups import FULL_ATTENTION, KVGroup
 from paceline.request import FinishReason, Request, RequestStatus
+from paceline.sched.admission import ADMISSIONS
+from paceline.sched.batching import REGIMES
+from paceline.sched.chunking import CHUNKINGS
+from paceline.sched.gate import GATES
+from paceline.sched.ordering import ORDERINGS
 from paceline.sched.plan import ScoredToken
+from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
 
 from ..fakes import EOS, Setup, Stage, make_request, solo_stage
 
+# Not drawn: preemption never, whose admission reserves (tests/sched/test_preemption.py).
+POLICIES = {
+    "regime": st.sampled_from(["continuous", *REGIMES]),
+    "gate": st.sampled_from(list(GATES)),
+    "ordering": st.sampled_from(list(ORDERINGS)),
+    "admission": st.sampled_from(list(ADMISSIONS)),
+    "preemption": st.sampled_from([name for name in PREEMPTIONS if name != "never"]),
+    "victim": st.sampled_from(list(VICTIM_RULES)),
+    "chunking": st.sampled_from(list(CHUNKINGS)),
+}
 SETUPS = st.builds(
     Setup,
     num_blocks=st.sampled_from([8, 9, 10, 12, 60]),
@@ -22,8 +38,15 @@ SETUPS = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     max_model_len=st.sampled_from([40, 16]),
     prefix_cache=st.sampled_from(["none", "hash"]),
-    ordering=st.sampled_from(["fcfs", "priority"]),
-    victim=st.sampled_from(["latest_arrival", "lowest_priority"]),
+    **POLICIES,
+    batch_timeout_seconds=st.sampled_from([0.0, 3.0]),
+    itl_target_ms=st.sampled_from([9.0, 20.0]),    # the executor's steps take 10
+    knobs=st.fixed_dictionaries({
+        "priority_aging_seconds": st.sampled_from([None, 2.0]),
+        "aging_tokens_per_second": st.sampled_from([0.5, 100.0]),
+        "tenant_weights": st.sampled_from(["", "a=3"]), "overcommit_quantile": st.sampled_from([0.5, 0.01]),
+        "waiting_served_ratio": st.sampled_from([0.3, 2.0]), "max_waiting_tokens": st.sampled_from([20, 0, 3]),
+        "max_batch_prefill_tokens": st.sampled_from([None, 1, 12])}),
     eos_token_ids=st.sampled_from([frozenset(), frozenset({EOS, 5})]),
     transfer_delay=st.sampled_from([0, 1, 3]),
     groups=st.sampled_from([FULL_ATTENTION, (KVGroup(window=5),), (KVGroup(), KVGroup(window=3)),
@@ -36,6 +59,7 @@ ASKED = st.fixed_dictionaries({
     "tokens": PROMPTS,
     "max_tokens": st.sampled_from([24, 12, 1]),
     "priority": st.integers(0, 2),
+    "tenant": st.sampled_from(["a", "b"]),
     "num_choices": st.sampled_from([1, 1, 2, 3, 5]),
     "prompt_logprobs": st.sampled_from([None, None, 0, 3]),
     "is_late": st.booleans(),
@@ -75,7 +99,7 @@ class Engine(RuleBasedStateMachine):
         self.num_added += 1
         prompt = tuple(asked["tokens"][: self.stage.scheduler.max_model_len - 1])
         max_tokens, num_choices = asked["max_tokens"], asked["num_choices"]
-        fields = {"priority": asked["priority"], "seed": self.num_added % 3,
+        fields = {"priority": asked["priority"], "tenant": asked["tenant"], "seed": self.num_added % 3,
                   "prompt_logprobs": asked["prompt_logprobs"],
                   "arrival_time": float(self.num_added) if asked["is_late"] else 0.0}
         deadline = None if asked["patience"] is None else self.stage.now + asked["patience"]
@@ -141,9 +165,11 @@ class Engine(RuleBasedStateMachine):
             self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its parent
 
     @precondition(lambda self: self.plan is None)
-    @rule(ordering=st.sampled_from(["fcfs", "priority"]), victim=st.sampled_from(["latest_arrival", "lowest_priority"]))
-    def switch(self, ordering: str, victim: str) -> None:
-        self.stage.switch(ordering, victim)
+    @rule(names=st.fixed_dictionaries(POLICIES))
+    def switch(self, names: dict[str, str]) -> None:
+        if names["chunking"] == "whole" and self.stage.setup.chunking != "whole":
+            names["chunking"] = "fixed"    # refused where windows were sized for less
+        self.stage.switch(**names)
 
     @invariant()
     def tokens_so_far_are_those_of_the_solo_run(self) -> None:

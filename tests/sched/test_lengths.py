@@ -155,6 +155,6 @@ def test_min_tokens_that_cannot_be_reached_end_at_the_context_limit() -> None:
 @pytest.mark.parametrize(("ignore_eos", "expected"), [(False, (EOS, 5, 7)), (True, (7,))])
 def test_what_min_tokens_rule_out_is_in_the_plan(ignore_eos: bool, expected: tuple[int, ...]) -> None:
     stage = Stage(Setup(eos_token_ids=frozenset({EOS, 5})))
-    stage.add(make_request("a", min_tokens=1, stop_token_ids=(7,), ignore_eos=ignore_eos), make_request("b"))
+    stage.add(make_request("a", min_tokens=1, stop_token_ids=(7,), ignore_eos=ignore_eos), make_request("b", salt=1))
     refs = {row.request_id: row.sampling for row in stage.step().rows}
     assert refs["a"].end_token_ids == expected and refs["b"].end_token_ids == ()

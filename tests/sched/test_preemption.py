@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.request import FinishReason, RequestStatus
+from paceline.sched.preemption import VICTIM_RULES
 
 from ..fakes import Setup, Stage, make_request, solo
 
@@ -155,3 +158,96 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     assert with_cache.tokens == without.tokens
     assert with_cache.scheduler.stats().num_recomputed_tokens < without.scheduler.stats().num_recomputed_tokens
     assert {output.num_cached_tokens for output in with_cache.finished.values()} == {0}    # its own do not count
+
+
+# ---- a part of a victim's blocks
+
+
+def grown(preemption: str, **setup: object) -> Stage:
+    """Two that grow until the pool of 12 blocks is short."""
+    stage = Stage(Setup(num_blocks=12, block_size=4, preemption=preemption, prefix_cache="none", **setup))
+    stage.add(make_request("old", 8, 30, salt=1), make_request("young", 20, 25, salt=2, arrival_time=1.0))
+    return stage
+
+
+def test_a_victim_keeps_the_head_of_its_blocks_and_loses_no_more_than_is_missing() -> None:
+    stage = grown("recompute_tail")
+    while not stage.plans or not stage.plans[-1].preempted:
+        stage.step()
+    (preempted,) = stage.plans[-1].preempted
+    young = next(iter(stage.scheduler.waiting))
+    assert (preempted.request_id, preempted.num_freed_blocks) == ("young", 1)
+    assert 0 < preempted.num_lost_tokens <= 4
+    assert young.num_computed_tokens == 4 * len(young.block_tables[0]) > 16
+    stage.run()
+    assert stage.tokens["young"] == solo(make_request("x", 20, 25, salt=2), stage.setup)
+
+
+def test_keeping_the_head_recomputes_less() -> None:
+    tail, everything = grown("recompute_tail").run(), grown("recompute").run()
+    assert tail.tokens == everything.tokens
+    lost = [stage.scheduler.stats().num_recomputed_tokens for stage in (tail, everything)]
+    assert 0 < lost[0] < lost[1]
+
+
+def test_kept_blocks_go_before_anyone_who_runs_loses_one() -> None:
+    stage = Stage(Setup(num_blocks=16, block_size=4, preemption="recompute_tail", prefix_cache="none"))
+    stage.add(*(make_request(name, 8, 40, salt=i, arrival_time=float(i)) for i, name in enumerate("abc")))
+    stage.run()
+    first = next(i for i, plan in enumerate(stage.plans) if plan.preempted)
+    victims = [one.request_id for plan in stage.plans[first:] for one in plan.preempted]
+    assert victims[0] == "c"
+    c_again = next(i for i, plan in enumerate(stage.plans) if i > first and any(r.request_id == "c" for r in plan.rows))
+    b_lost = next((i for i, plan in enumerate(stage.plans) if any(p.request_id == "b" for p in plan.preempted)), None)
+    if b_lost is not None and b_lost < c_again:    # then c had nothing left to give
+        assert next(row for row in stage.plans[c_again].rows if row.request_id == "c").num_computed_tokens == 0
+
+
+def test_an_aborted_victim_gives_back_what_it_kept() -> None:
+    stage = grown("recompute_tail")
+    while not stage.plans or not stage.plans[-1].preempted:
+        stage.step()
+    stage.abort("young", "old")
+    assert stage.scheduler.stats().num_free_blocks == 12
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=8),
+       num_blocks=st.integers(14, 20), budget=st.sampled_from([3, 16, 64]),
+       victim=st.sampled_from(sorted(VICTIM_RULES)),
+       prefix_cache=st.sampled_from(["none", "hash"]), ordering=st.sampled_from(["fcfs", "priority"]))
+def test_partial_recompute_never_deadlocks(lengths, num_blocks, budget, victim, prefix_cache, ordering) -> None:
+    """Nobody starves though victims wait with blocks that others need, and the first in order is never a victim."""
+    stage = Stage(Setup(num_blocks=num_blocks, block_size=4, max_num_batched_tokens=budget, victim=victim,
+                        preemption="recompute_tail", prefix_cache=prefix_cache, ordering=ordering, max_model_len=56))
+    stage.add(*(make_request(f"r{i}", prompt, length, salt=i % 3, arrival_time=float(i), priority=i % 2)
+                for i, (prompt, length) in enumerate(lengths)))
+    stage.run(max_steps=sum(prompt + length for prompt, length in lengths) * 8 + 100)
+    assert len(stage.finished) == len(lengths)
+    if ordering == "fcfs":
+        assert not any(one.request_id == "r0" for plan in stage.plans for one in plan.preempted)
+
+
+# ---- who pays
+
+
+@pytest.mark.parametrize(("victim", "pays"), [("latest_arrival", "late"), ("lowest_priority", "mild"),
+                                              ("most_blocks", "wide"), ("most_remaining", "endless")])
+def test_each_victim_rule_picks_whom_it_names(victim: str, pays: str) -> None:
+    """`first` needs a block; of the four behind it the rule's own kind pays first."""
+    stage = Stage(Setup(num_blocks=26, block_size=4, victim=victim, max_num_batched_tokens=200, prefix_cache="none"))
+    kinds = {"first": (20, 40, 0), "wide": (33, 30, 0), "mild": (13, 30, 5), "endless": (13, 90, 0),
+             "late": (13, 30, 0)}
+    stage.add(*(make_request(name, prompt, length, salt=i, priority=priority, arrival_time=float(i))
+                for i, (name, (prompt, length, priority)) in enumerate(kinds.items())))
+    while not stage.plans or not stage.plans[-1].preempted:
+        stage.step()
+    assert stage.plans[-1].preempted[0].request_id == pays
+
+
+@pytest.mark.parametrize("victim", sorted(VICTIM_RULES))
+@pytest.mark.parametrize("preemption", ["recompute", "recompute_tail"])
+def test_no_victim_rule_changes_a_token(victim: str, preemption: str) -> None:
+    starved = run(num_blocks=14, victim=victim, preemption=preemption)
+    assert starved.num_preemptions > 0
+    assert starved.tokens == run(num_blocks=400).tokens
