@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def busy(**setup) -> Recorded:
     for _ in range(4):
         stage.step()
     stage.abort("r3", "stranger")
-    stage.switch("priority", "lowest_priority")
+    stage.switch(ordering="priority", victim="lowest_priority")
     stage.run()
     assert stage.num_preemptions and stage.scheduler.stats().prefix_cache_hits
     assert any(plan.transfers for plan in stage.plans)
@@ -265,8 +266,9 @@ def test_no_token_and_no_text_is_in_a_journal_unless_asked_for() -> None:
         contents.append(recorded.lines.content)
     for secret in (b"open sesame", b"abracadabra"):
         assert not any(secret in content for content in contents)
-    assert not any(str(token_id).encode() in contents[0] for token_id in prompt)
-    assert all(str(token_id).encode() in contents[1] for token_id in prompt)
+    # Whole numbers only: any five digits may stand in a hash or in the fraction of a time.
+    numbers = [{*map(int, re.findall(rb"(?<![\w.])\d{5}(?![\w.])", content))} for content in contents]
+    assert not numbers[0] & {*prompt} and numbers[1] >= {*prompt}
     assert b'_token_ids":[' not in contents[0].partition(b"\n")[2] and b'"token_ids"' not in contents[0]
 
 
