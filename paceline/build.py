@@ -7,7 +7,8 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,37 +20,30 @@ from .engine import llm as llm_module
 from .engine.async_engine import AsyncEngine, ServedModel
 from .engine.core import EngineCore
 from .engine.detokenizer import StopFinder
-from .engine.events import EngineEvents, Listener
+from .engine.events import AnyListener, EngineEvents
+from .engine.journal import Journal
+from .engine.journal_file import LineFile, check_writable
 from .engine.messages import Ready, RequestOutput
 from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError, ModelError
-from .kv.groups import KVBudget, KVGroup
+from .kv.groups import KVGroup
 from .kv.manager import KVCacheManager
 from .kv.prefix_hash import PREFIX_CACHES
 from .model.chat_template import ChatTemplate, template_from_file
-from .model.decoder import (
-    estimated_weights_bytes,
-    num_active_weights,
-    num_matrix_weights,
-    record_decoder,
-    weights_bytes,
-)
+from .model.decoder import estimated_weights_bytes, record_decoder
 from .model.layer_groups import LayerGroup, layer_groups
 from .model.load_progress import LoadProgress
 from .model.loader import ModelFiles, open_model
 from .model.packing_errors import packing_error
 from .model.rope import rope_choice
-from .model.spec import ModelSpec
 from .ops.backends import make_backend
-from .ops.cpu import available_paths, cpu_features
 from .ops.interface import Backend, KVSpec, PackedLinear
-from .ops.machine import available_memory_bytes
 from .ops.program import Program
 from .policy_book import PolicyBook
 from .presets import DEFAULT_PRESET, engine_config
 from .runner.executor import ModelExecutor
-from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_bytes, kv_spec
+from .runner.kv_tensors import check_kv_memory, check_tables_memory, check_weights_memory, kv_spec
 from .sched.admission import ADMISSIONS, ASSURING_ADMISSIONS
 from .sched.batching import REGIMES
 from .sched.chunking import CHUNKINGS
@@ -59,6 +53,7 @@ from .sched.plan import SchedulerOutput, StepResult
 from .sched.policies import Policies
 from .sched.preemption import PREEMPTIONS, PREEMPTIONS_TO_COME, VICTIM_RULES
 from .sched.scheduler import Scheduler
+from .sched.setup import SchedulerSetup
 
 T = TypeVar("T")
 
@@ -99,6 +94,8 @@ def check_names(config: EngineConfig) -> None:
     """A wrong name is told before anything is loaded."""
     build_policies(config.scheduler)
     choose(PREFIX_CACHES, config.cache.prefix_cache, "prefix_cache")
+    if config.journal.journal is not None:
+        check_writable(config.journal.journal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +152,12 @@ class Engine:
     executor: ModelExecutor
     kv: KVSpec
     ready: Ready
+    setup: SchedulerSetup
+    journal: Journal | None = None
 
     def close(self) -> None:
+        if self.journal is not None and (trouble := self.journal.close()):
+            notice(f"the journal ends before the engine: {trouble}")
         self.executor.close()
 
 
@@ -191,20 +192,28 @@ def notice(text: str) -> None:
 
 def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, keep_logits: bool = False) -> Engine:
     """Binds KV memory and a schedule to a loaded model."""
-    policies = build_policies(sched)
-    prefix_cache = choose(PREFIX_CACHES, cache.prefix_cache, "prefix_cache")
     kv = kv_spec(loaded.files.spec, loaded.groups, cache, loaded.config.kv_dtype)
     check_kv_memory(kv)
     clock = WallClock()
-    scheduler = Scheduler(
-        sched, KVCacheManager(kv.num_blocks, kv.block_size, prefix_cache, kv_groups(loaded),
-                              max_step_tokens(sched, loaded.max_model_len)), policies,
-        max_model_len=loaded.max_model_len, eos_token_ids=loaded.files.eos_token_ids)
+    setup = SchedulerSetup(
+        scheduler=sched, prefix_cache=cache.prefix_cache, num_blocks=kv.num_blocks, block_size=kv.block_size,
+        windows=tuple(group.window for group in loaded.groups), max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.files.eos_token_ids)
+    scheduler = build_scheduler(setup)
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
     events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
     core = EngineCore(scheduler, executor, clock, events, stops, PolicyBook(cache, build_policies, reads_priority))
-    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched))
+    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched), setup)
+
+
+def build_scheduler(setup: SchedulerSetup) -> Scheduler:
+    """A schedule without a model: for an engine, and for replaying a journal."""
+    groups = tuple(KVGroup(window) for window in setup.windows)
+    kv = KVCacheManager(setup.num_blocks, setup.block_size, choose(PREFIX_CACHES, setup.prefix_cache, "prefix_cache"),
+                        groups, max_step_tokens(setup.scheduler, setup.max_model_len))
+    return Scheduler(setup.scheduler, kv, build_policies(setup.scheduler), max_model_len=setup.max_model_len,
+                     eos_token_ids=setup.eos_token_ids)
 
 
 def kv_groups(loaded: LoadedModel) -> tuple[KVGroup, ...]:
@@ -236,7 +245,7 @@ class TellFailures:
         pass
 
 
-def _report_listener(listener: Listener, failure: Exception) -> None:
+def _report_listener(listener: AnyListener, failure: Exception) -> None:
     notice(f"a listener was removed because it failed: {type(listener).__name__}: {failure}")
 
 
@@ -281,7 +290,20 @@ def load_engine(config: EngineConfig) -> Engine:
         loaded = load_model(config.model, progress)
     finally:
         progress.finish()
-    return assemble(loaded, config.cache, config.scheduler)
+    return with_journal(assemble(loaded, config.cache, config.scheduler), config)
+
+
+def with_journal(engine: Engine, config: EngineConfig) -> Engine:
+    """The engine, writing down what it decides where the configuration says so."""
+    if config.journal.journal is None:
+        return engine
+    about = {"paceline": __version__, "fingerprint": engine.ready.fingerprint, "model": config.model.model,
+             "model_hash": opened(config.model.model, config.model.revision).model_hash,
+             "started_at": datetime.now(UTC).isoformat(timespec="seconds")}
+    journal = Journal(LineFile(config.journal.journal), engine.setup, secrets.token_bytes(32),
+                      config.journal.journal_tokens, about)
+    engine.core.events.attach_recorder(journal)
+    return replace(engine, journal=journal)
 
 
 def load_engine_logged(config: EngineConfig, log_format: str, log_level: str) -> Engine:
@@ -346,54 +368,3 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     info = {"block_size": str(config.cache.block_size), "kv_dtype": config.model.kv_dtype,
             "prefix_cache": config.cache.prefix_cache}
     return serve_http(make_engine, server, config.model.model, draw_seed, WallClock(), info)
-
-
-def parameter_counts(spec: ModelSpec) -> dict[str, int]:
-    """Weights of matrices; where there are experts, also those that one token meets."""
-    counts = {"parameters": num_matrix_weights(spec)}
-    if spec.num_experts:
-        counts |= {"active_parameters": num_active_weights(spec), "experts": spec.num_experts,
-                   "experts_per_token": spec.experts_per_token}
-    return counts
-
-
-def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
-    check_names(config)
-    template = chat_template(config.model)
-    loaded = load_model(config.model)
-    spec, groups = loaded.files.spec, kv_groups(loaded)
-    kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
-    budget = KVBudget(kv.num_blocks, kv.block_size, groups,
-                      max_step_tokens(config.scheduler, loaded.max_model_len))
-    reach = budget.num_tokens_that_fit(loaded.max_model_len)
-    available = available_memory_bytes()    # with the weights loaded
-    return {
-        "model": {
-            "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
-            "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
-            **parameter_counts(spec),
-            "chat_template": config.model.chat_template or ("none" if template is None else "the model's own"),
-            "system_fingerprint": loaded.fingerprint,
-        },
-        "memory": {
-            **{f"{form}_weights_bytes": size for form, size in sorted(loaded.weight_forms.items())},
-            "tables_bytes": weights_bytes(loaded.program) - sum(loaded.weight_forms.values()),
-            "kv_pool_bytes": kv.num_blocks * kv.bytes_per_block, "kv_blocks": kv.num_blocks,
-            "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token * len(groups),
-            "kv_layer_groups": [{"window": group.window, "layers": len(group.layers)} for group in loaded.groups],
-            "kv_tokens_that_fit": kv.num_blocks // len(groups) * kv.block_size, "longest_request_tokens": reach,
-            "full_length_requests_that_fit": kv.num_blocks // budget.blocks_needed(reach) if reach else 0,
-            "memory_available_bytes": available,
-            "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
-            "pool_fits_memory": available is None or kv_bytes(kv) <= available,
-        },
-        "packing": {"conversions": loaded.conversions},
-        "processor": {
-            "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
-            "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),
-        },
-        "schedule": {name: getattr(config.scheduler, name) for name in config.scheduler.__dataclass_fields__}
-        | {"prefix_cache": config.cache.prefix_cache},
-    }

@@ -1,22 +1,23 @@
-"""The command line: paceline serve | generate | info. Flags come from the knobs of config.py; `--json` prints one JSON
-object on standard output and everything else goes to standard error. Exit status: 0 done, 1 the run failed, 2 the
-caller's mistake."""
+"""The command line: paceline serve | generate | info | journal | replay | bench. Flags come from the knobs of
+config.py; `--json` prints one JSON object on standard output and everything else goes to standard error. Exit status: 0
+done, 1 the run failed, 2 the caller's mistake."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from .config import CacheConfig, EngineConfig, JournalConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
 from .presets import DEFAULT_PRESET, PRESETS, describe_preset, engine_config
 
-Group = type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[ServerConfig]
+Group = (type[ModelConfig] | type[CacheConfig] | type[SchedulerConfig] | type[JournalConfig] | type[ServerConfig])
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
     ("top_k", int, "draw from the k likeliest tokens (default: all)"),
     ("top_p", float, "draw from this share of probability (default: 1)"),
@@ -62,12 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="paceline", description="An LLM serving engine that owns its schedule.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve = _command(commands, "serve", _serve, "serve a model over HTTP, OpenAI-compatible")
+    _add_knobs(serve, JournalConfig)
     _add_knobs(serve, ServerConfig)
     generate = _command(commands, "generate", _generate, "complete one prompt and print it")
+    _add_knobs(generate, JournalConfig)
     generate.add_argument("prompt", help="the text to continue, or with --chat the user's message")
     generate.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     _add_sampling(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_journal_commands(commands)
+    _add_bench(commands)
     info = _command(commands, "info", _info, "what a model needs and what fits; with --preset "
                     "and no MODEL, what that preset is and where it comes from")
     info.add_argument("--quality", action="store_true",
@@ -77,9 +82,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
+def _add_journal_commands(commands: Any) -> None:
+    journal = _plain_command(commands, "journal", _journal, "what a journal of --journal tells: counts, waits, a chart")
+    journal.add_argument("file", metavar="FILE", help="a journal that serve or generate wrote")
+    journal.add_argument("--width", type=int, help="columns of the chart (default: the terminal's)")
+    journal.add_argument("--rows", type=int, default=40, help="requests in the chart, by arrival (default: 40)")
+    journal.add_argument("--json", action="store_true", help="print one JSON object")
+    replay = _plain_command(
+        commands, "replay", _replay,
+        "prove that a journal's arrivals and results lead to the same plans; exit status 1 and the first difference "
+        "where they do not. With a preset or policy flags: what others would have planned (a counterfactual)")
+    replay.add_argument("file", metavar="FILE", help="a journal that serve or generate wrote")
+    replay.add_argument("--preset", metavar="NAME", help=f"other policies, one of: {', '.join(PRESETS)}")
+    _add_knobs(replay, SchedulerConfig)
+    _add_knobs(replay, CacheConfig, only=("prefix_cache", "num_kv_blocks"))
+    replay.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = _plain_command(commands, "bench", None, "measure this engine")
+    kinds = bench.add_subparsers(title="what", required=True, metavar="WHAT")
+    core = _plain_command(kinds, "core", _bench_core,
+                          "what planning a step and taking its result in cost, without a model, by running and waiting")
+    core.add_argument("--preset", default="paceline", metavar="NAME",
+                      help=f"the policies to run by, one of: {', '.join(PRESETS)} (default: paceline)")
+    core.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _plain_command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
     command.set_defaults(run=run)
+    return command
+
+
+def _command(commands: Any, name: str, run: Any, help: str) -> argparse.ArgumentParser:
+    command = _plain_command(commands, name, run, help)
     command.add_argument("model", metavar="MODEL", nargs="?" if name == "info" else None,
                          help=_declared(ModelConfig, "model").metadata["help"])
     command.add_argument("--preset", default=None, metavar="NAME",
@@ -113,11 +150,11 @@ def _declared(group: Group, name: str) -> Any:
     return next(field for field in fields(group) if field.name == name)
 
 
-def _add_knobs(command: argparse.ArgumentParser, group: Group) -> None:
+def _add_knobs(command: argparse.ArgumentParser, group: Group, only: Collection[str] | None = None) -> None:
     """One flag a knob. The parser's default is None throughout: absent must differ from given, for presets."""
     types = get_type_hints(group)
     for declared in fields(group):
-        if not declared.metadata.get("flag", False):
+        if not declared.metadata.get("flag", False) or (only is not None and declared.name not in only):
             continue
         flag = "--" + declared.name.replace("_", "-")
         kind = next(iter(t for t in get_args(types[declared.name]) if t is not type(None)), types[declared.name])
@@ -137,7 +174,8 @@ def _metavar(declared: Any) -> str:
 
 def configured(arguments: argparse.Namespace) -> EngineConfig:
     """Preset first, explicit flags over it."""
-    given = {name: value for group in ENGINE_GROUPS for name, value in _given(arguments, group).items()}
+    groups = (*ENGINE_GROUPS, JournalConfig)
+    given = {name: value for group in groups for name, value in _given(arguments, group).items()}
     if arguments.model is not None:
         given["model"] = arguments.model
     return engine_config(arguments.preset or DEFAULT_PRESET, given)
@@ -145,7 +183,7 @@ def configured(arguments: argparse.Namespace) -> EngineConfig:
 
 def _given(arguments: argparse.Namespace, group: Group) -> dict[str, Any]:
     names = [declared.name for declared in fields(group) if declared.metadata.get("flag", False)]
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -172,7 +210,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from .build import check_names, describe
+    from .build import check_names
+    from .info import describe, describe_quality
 
     config = configured(arguments)
     if arguments.model is None:
@@ -183,10 +222,56 @@ def _info(arguments: argparse.Namespace) -> int:
     else:
         facts = describe(config)
     if arguments.quality:
-        from .info import describe_quality
-
         facts |= describe_quality(config.model)
     _put(json.dumps(facts) if arguments.json else _ledger(facts))
+    return 0
+
+
+def _journal(arguments: argparse.Namespace) -> int:
+    from .journals import summary
+
+    for name in ("width", "rows"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    width = arguments.width or max(shutil.get_terminal_size((100, 24)).columns - 22, 20)
+    facts, chart = summary(arguments.file, width, arguments.rows)
+    if arguments.json:
+        _put(json.dumps(facts))
+        return 0
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    _put(_ledger({name: section for name, section in facts.items() if section}) + "\n\n"
+         + chart.text(is_unicode=is_unicode, has_colours=has_colours))
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from . import journals
+
+    knobs = _given(arguments, SchedulerConfig) | _given(arguments, CacheConfig)
+    if arguments.preset is not None or knobs:
+        facts = journals.rehearsed(arguments.file, arguments.preset, knobs)
+        _put(json.dumps(facts) if arguments.json else journals.table(facts))
+        return 0
+    seen = journals.replayed(arguments.file)
+    if arguments.json:
+        _put(json.dumps(journals.replay_facts(seen)))
+    elif seen.difference is None:
+        _put(f"identical: {seen.num_steps} steps of {seen.num_requests} requests, every plan, end and counter")
+    else:
+        _put(f"first difference: {seen.difference}")
+    return 0 if seen.difference is None else 1
+
+
+def _bench_core(arguments: argparse.Namespace) -> int:
+    from .bench import core_steps
+    from .build import build_policies, build_scheduler
+
+    sched = engine_config(arguments.preset, {}).scheduler
+    build_policies(sched)    # a wrong name is told before anything runs
+    timings = [core_steps.measure(build_scheduler, sched, *size) for size in core_steps.SIZES]
+    facts = core_steps.facts(timings, arguments.preset)
+    _put(json.dumps(facts) if arguments.json else core_steps.table(timings))
     return 0
 
 

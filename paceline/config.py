@@ -179,6 +179,22 @@ def refuse_unread(config: SchedulerConfig, given: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JournalConfig:
+    """What an engine writes down of its schedule."""
+
+    journal: str | None = knob(None, "file for a line a step of what was decided, for `paceline journal` and "
+                               "`paceline replay`; holds no text and no token ids; an older one is kept as FILE.1")
+    journal_tokens: bool = knob(False, "with --journal: write the token ids of prompts and outputs too")
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.journal is not None and not self.journal:
+            raise ConfigError("journal: the name of a file is needed, got an empty one")
+        if self.journal_tokens and self.journal is None:
+            raise ConfigError("journal_tokens has no effect without journal, the file to write to")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """The HTTP door."""
 
@@ -234,3 +250,4 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    journal: JournalConfig = field(default_factory=JournalConfig)

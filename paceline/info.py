@@ -1,4 +1,4 @@
-"""What `paceline info` tells beyond the ledger of build.py: what packing did to the weights, and what it costs."""
+"""What `paceline info` tells: the memory ledger, what fits, the numeric path, and what packing the weights costs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,77 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .build import LoadedModel, assemble, load_model, notice
-from .config import CacheConfig, ModelConfig, SchedulerConfig
-from .model.decoder import estimated_weights_bytes
+from . import build
+from .build import LoadedModel, assemble, chat_template, check_names, kv_groups, max_step_tokens, notice
+from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from .kv.groups import KVBudget
+from .model.decoder import estimated_weights_bytes, num_active_weights, num_matrix_weights, weights_bytes
+from .model.spec import ModelSpec
+from .ops.cpu import available_paths, cpu_features
 from .ops.machine import available_memory_bytes
 from .runner import quality
 from .runner.executor import ModelExecutor
+from .runner.kv_tensors import kv_bytes, kv_spec
 
 MEMORY_RESERVE = 256 << 20    # beside the reference's weights: its tables and buffers, and two steps' logits
 
 
+def parameter_counts(spec: ModelSpec) -> dict[str, int]:
+    """Weights of matrices; where there are experts, also those that one token meets."""
+    counts = {"parameters": num_matrix_weights(spec)}
+    if spec.num_experts:
+        counts |= {"active_parameters": num_active_weights(spec), "experts": spec.num_experts,
+                   "experts_per_token": spec.experts_per_token}
+    return counts
+
+
+def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """What `paceline info` tells: the memory ledger, what fits, and the numeric path chosen."""
+    check_names(config)
+    template = chat_template(config.model)
+    loaded = build.load_model(config.model)
+    spec, groups = loaded.files.spec, kv_groups(loaded)
+    kv = kv_spec(spec, loaded.groups, config.cache, config.model.kv_dtype)
+    budget = KVBudget(kv.num_blocks, kv.block_size, groups,
+                      max_step_tokens(config.scheduler, loaded.max_model_len))
+    reach = budget.num_tokens_that_fit(loaded.max_model_len)
+    available = available_memory_bytes()    # with the weights loaded
+    return {
+        "model": {
+            "source": loaded.files.source, "family": spec.family, "layers": spec.num_layers,
+            "hidden_size": spec.hidden_size, "query_heads": spec.num_heads, "kv_heads": spec.num_kv_heads,
+            "head_dim": spec.head_dim, "vocabulary": spec.vocab_size, "model_max_tokens": spec.max_position,
+            **parameter_counts(spec),
+            "chat_template": config.model.chat_template or ("none" if template is None else "the model's own"),
+            "system_fingerprint": loaded.fingerprint,
+        },
+        "memory": {
+            **{f"{form}_weights_bytes": size for form, size in sorted(loaded.weight_forms.items())},
+            "tables_bytes": weights_bytes(loaded.program) - sum(loaded.weight_forms.values()),
+            "kv_pool_bytes": kv.num_blocks * kv.bytes_per_block, "kv_blocks": kv.num_blocks,
+            "kv_block_tokens": kv.block_size, "kv_per_token_bytes": kv.bytes_per_token * len(groups),
+            "kv_layer_groups": [{"window": group.window, "layers": len(group.layers)} for group in loaded.groups],
+            "kv_tokens_that_fit": kv.num_blocks // len(groups) * kv.block_size, "longest_request_tokens": reach,
+            "full_length_requests_that_fit": kv.num_blocks // budget.blocks_needed(reach) if reach else 0,
+            "memory_available_bytes": available,
+            "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
+            "pool_fits_memory": available is None or kv_bytes(kv) <= available,
+        },
+        "packing": {"conversions": loaded.conversions},
+        "processor": {
+            "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
+            "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),
+        },
+        "schedule": {name: getattr(config.scheduler, name) for name in config.scheduler.__dataclass_fields__}
+        | {"prefix_cache": config.cache.prefix_cache},
+    }
+
+
 def describe_quality(config: ModelConfig) -> dict[str, dict[str, Any]]:
     """The sections of `info --quality`: the model as `config` would serve it against its own source's values."""
-    loaded = load_model(config)
+    loaded = build.load_model(config)
     reference_dtype = _reference_dtype(loaded)
-    reference = load_model(replace(config, dtype=reference_dtype, kv_dtype="f32"))
+    reference = build.load_model(replace(config, dtype=reference_dtype, kv_dtype="f32"))
     tokenizer, size = loaded.files.tokenizer, min(quality.WINDOW_TOKENS, loaded.max_model_len)
     text = tokenizer.encode(quality.TEXT_PATH.read_text(encoding="utf-8"), add_special_tokens=False)
     windows = quality.windows(text, tokenizer.encode("", add_special_tokens=True)[:1], size)

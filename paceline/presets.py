@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, refuse_unread
+from .config import CacheConfig, EngineConfig, JournalConfig, ModelConfig, SchedulerConfig, refuse_unread
 from .errors import ConfigError
 
 DEFAULT_PRESET = "paceline"
@@ -163,13 +163,13 @@ def engine_config(preset_name: str, knobs: Mapping[str, Any]) -> EngineConfig:
     """
     preset = preset_named(preset_name)
     chosen = {**preset.scheduler, **preset.cache, **knobs}
-    groups = (ModelConfig, CacheConfig, SchedulerConfig)
+    groups = (ModelConfig, CacheConfig, SchedulerConfig, JournalConfig)
     owned = [{declared.name for declared in fields(group)} for group in groups]
     if unknown := sorted(set(chosen).difference(*owned)):
         raise ConfigError(f"unknown knob {unknown[0]!r}; choose from {sorted(set().union(*owned))}")
-    model, cache, scheduler = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
-    config = EngineConfig(
-        model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler))
+    model, cache, scheduler, journal = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
+    config = EngineConfig(model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler),
+                          journal=JournalConfig(**journal))
     refuse_unread(config.scheduler, knobs)
     return config
 

@@ -231,7 +231,8 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return self.num_tokens - self.num_computed_tokens
+        # Spelled out: a step asks this several times of every running request.
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -242,5 +243,6 @@ class Request:
         num_prompt = len(self.prompt_token_ids)
         if end <= num_prompt:
             return self.prompt_token_ids[start:end]
-        head = self.prompt_token_ids[start:] if start < num_prompt else ()
-        return head + tuple(self.output_token_ids[max(start - num_prompt, 0) : end - num_prompt])
+        if start >= num_prompt:
+            return tuple(self.output_token_ids[start - num_prompt : end - num_prompt])
+        return self.prompt_token_ids[start:] + tuple(self.output_token_ids[: end - num_prompt])

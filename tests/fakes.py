@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.config import SchedulerConfig
+from paceline.engine.events import EngineEvents, StepRecord
+from paceline.engine.messages import Submit
 from paceline.kv.groups import FULL_ATTENTION, NULL_BLOCK, KVBudget, KVGroup
 from paceline.kv.manager import KVCacheManager
 from paceline.kv.prefix_hash import PREFIX_CACHES
@@ -191,7 +193,6 @@ class Setup:
     transfer_delay: int = 0
     groups: tuple[KVGroup, ...] = FULL_ATTENTION
 
-
     @property
     def max_step_tokens(self) -> int:
         return max(self.max_num_batched_tokens, self.max_model_len if self.chunking == "whole" else 0)
@@ -207,11 +208,21 @@ ALONE = {"regime": "continuous", "gate": "none", "admission": "watermark", "pree
          "chunking": "fixed"}
 
 
+def _never(listener: object, error: Exception) -> None:
+    raise error
+
+
+def submit_of(request: Request) -> Submit:
+    """The message that would bring this request."""
+    return Submit(**{one.name: getattr(request, one.name) for one in fields(Submit)})
+
+
 class Stage:
     """Scheduler and ShadowExecutor, stepped together; the books are checked after every step."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, events: EngineEvents | None = None) -> None:
         self.setup = setup
+        self.events = events or EngineEvents(_never)
         kv = KVCacheManager(setup.num_blocks, setup.block_size, PREFIX_CACHES[setup.prefix_cache], setup.groups,
                             setup.max_step_tokens)
         config = SchedulerConfig(**setup.scheduler_knobs)
@@ -233,12 +244,19 @@ class Stage:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
+            self.events.record(lambda recorder: recorder.on_added(submit_of(request), self.now))    # noqa: B023
+
+    def fork(self, parent_id: str, child: Request) -> None:
+        self.scheduler.fork(parent_id, child)
+        self.events.record(lambda recorder: recorder.on_forked(parent_id, submit_of(child), self.now))
+        self.scheduler.check()
 
     def switch(self, **knobs: object) -> None:
         """Other policies and numbers, by the names of SchedulerConfig; what is not named stays."""
         config = replace(self.scheduler.config, **knobs)    # type: ignore[arg-type]
         names = {kind: getattr(config, kind) for kind in POLICY_TABLES}
         self.scheduler.switch_policies(make_policies(**names), config)
+        self.events.record(lambda recorder: recorder.on_switched(config, self.now))
         self.scheduler.check()
 
     def step(self) -> SchedulerOutput:
@@ -248,23 +266,36 @@ class Stage:
 
     def schedule(self) -> SchedulerOutput:
         self.now += 0.5
-        self.note(self.scheduler.expire(self.now))
+        self.expire()
         num_running = len(self.scheduler.running)    # more than may run, where a switch has lowered the limit
         plan = self.scheduler.schedule(self.now)
         config = self.scheduler.config
         assert plan.num_tokens <= config.max_num_batched_tokens or len(plan.rows) == 1
         assert plan.num_running <= max(config.max_num_seqs, num_running)
+        self.events.record(lambda recorder: recorder.on_planned(plan, self.now))
         self.scheduler.check()
         self.plans.append(plan)
         return plan
 
     def update(self, plan: SchedulerOutput) -> None:
-        self.now += 0.5
-        self.note(self.scheduler.update(plan, self.executor.collect(self.executor.submit(plan)), self.now))
+        planned_at, self.now = self.now, self.now + 0.5
+        result = self.executor.collect(self.executor.submit(plan))
+        outputs = self.scheduler.update(plan, result, self.now)
+        step = StepRecord(plan, result, tuple(outputs), self.scheduler.stats(), planned_at, self.now)
+        self.events.record(lambda recorder: recorder.on_landed(step))
+        self.note(outputs)
         self.scheduler.check()
 
     def abort(self, *request_ids: str) -> None:
-        self.note(self.scheduler.abort(request_ids, self.now))
+        outputs = self.scheduler.abort(request_ids, self.now)
+        self.events.record(lambda recorder: recorder.on_aborted(request_ids, self.now, tuple(outputs)))
+        self.note(outputs)
+        self.scheduler.check()
+
+    def expire(self) -> None:
+        if outputs := self.scheduler.expire(self.now):
+            self.events.record(lambda recorder: recorder.on_expired(self.now, tuple(outputs)))
+            self.note(outputs)
         self.scheduler.check()
 
     def note(self, outputs: list[RequestOutput]) -> None:

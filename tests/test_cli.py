@@ -112,6 +112,19 @@ MISTAKES = [
     (("serve", MODEL, "--host", "192.0.2.1"), "192.0.2.1"),
     (("serve", MODEL, "--prefix-cache", "x"), "'none'"),
     (("serve", "nosuch"), "nosuch"),
+    (("serve", MODEL, "--journal", "/no/such/dir/file"), "there is no directory /no/such/dir"),
+    (("serve", MODEL, "--journal", "tests"), "is a directory"),
+    (("serve", MODEL, "--journal", ""), "journal"),
+    (("generate", MODEL, "hi", "--journal-tokens"), "journal_tokens has no effect"),
+    (("info", MODEL, "--journal", "x"), "--journal"),
+    (("journal",), "FILE"),
+    (("journal", "/no/such/file"), "/no/such/file: cannot be read: No such file"),
+    (("journal", "/no/such/file", "--width", "0"), "width must be at least 1"),
+    (("replay", "/no/such/file"), "/no/such/file: cannot be read: No such file"),
+    (("replay", "/no/such/file", "--preset", "orca"), "/no/such/file"),
+    (("bench",), "WHAT"),
+    (("bench", "gpu"), "gpu"),
+    (("bench", "core", "--preset", "orca"), "'vllm'"),
     *((command, said) for template, said in (("/no/such.jinja", "/no/such.jinja: cannot be read: No such file"),
                                              ("tests", "tests: cannot be read: Is a directory"))
       for command in (("serve", MODEL, "--chat-template", template), ("info", MODEL, "--chat-template", template),
@@ -374,10 +387,11 @@ def test_help_names_every_policy_there_is(capsys) -> None:
         for name in tables.get(declared.name, ()):
             assert name in declared.metadata["help"], f"--{declared.name} does not say that {name} exists"
     assert min(map(len, tables.values())) > 1, "a table of one entry is no choice"
-    for command in ("serve", "generate", "info"):
+    for command in ("serve", "generate", "info", "replay"):
         status, out, _ = run(command, "--help", capsys=capsys)
         assert status == 0 and "--preset" in out
-    assert {"serve", "generate", "info"} == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
+    commands = {"serve", "generate", "info", "journal", "replay", "bench"}
+    assert commands == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
 
 
 def test_the_servers_knobs_are_its_own(capsys) -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from ..config import SchedulerConfig
 from ..errors import ConfigError, RequestError, field_of
 from ..request import Request
-from ..sched.outputs import RequestOutput
+from ..sched.outputs import EngineStats, RequestOutput
 from ..sched.plan import Executor, SchedulerOutput, StepResult
 from ..sched.policies import Policies
 from ..sched.reports import reports_of
 from ..sched.scheduler import Scheduler
-from .events import EngineEvents
+from .events import EngineEvents, StepRecord
 from .messages import (
     Answer,
     AskPolicy,
@@ -71,11 +71,21 @@ class EngineCore:
 
     def add(self, submit: Submit) -> None:
         """Accepts a request or raises RequestError, changing nothing."""
-        self.scheduler.add(request_of(submit))
+        now = self.clock.now()
+        try:
+            self.scheduler.add(request_of(submit))
+        except RequestError as error:
+            refusal = error    # the name `error` ends with this block
+            self.events.record(lambda recorder: recorder.on_refused(submit, now, refusal))
+            raise
+        self.events.record(lambda recorder: recorder.on_added(submit, now))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends these and all their choices; their last outputs come with the next step."""
-        self._note_ends(self.scheduler.abort(request_ids, self.clock.now()))
+        named, now = tuple(request_ids), self.clock.now()
+        outputs = self.scheduler.abort(named, now)
+        self.events.record(lambda recorder: recorder.on_aborted(named, now, tuple(outputs)))
+        self._note_ends(outputs)
 
     def answer(self, question: Question) -> Answer:
         """Between steps. Raises RequestError, changing nothing, where what was asked for cannot be."""
@@ -91,6 +101,8 @@ class EngineCore:
             self.scheduler.switch_policies(policies, config)
         except ConfigError as error:
             raise RequestError(str(error), field_of(error)) from error
+        now = self.clock.now()
+        self.events.record(lambda recorder: recorder.on_switched(config, now))
         return Switched(self._policy_book.describe(old), self._policy_book.describe(config))
 
     def has_work(self) -> bool:
@@ -113,24 +125,31 @@ class EngineCore:
     def step(self) -> Outputs:
         """Runs one step, or only delivers news when there is nothing to run now."""
         now = self.clock.now()
-        self._note_ends(self.scheduler.expire(now))
+        if expired := self.scheduler.expire(now):
+            self.events.record(lambda recorder: recorder.on_expired(now, tuple(expired)))
+            self._note_ends(expired)
         if not self.scheduler.has_work() or self.scheduler.idle_until(now) is not None:
-            return self._outputs(self._take_news())
+            return self._outputs(self._take_news(), self.scheduler.stats())
         plan = self.scheduler.schedule(now)
+        self.events.record(lambda recorder: recorder.on_planned(plan, now))
         result = self.executor.collect(self.executor.submit(plan))
         if self._find_stops is not None:
             result = self._find_stops(plan, result)
-        outputs = self.scheduler.update(plan, result, self.clock.now())
+        updated_at = self.clock.now()
+        outputs = self.scheduler.update(plan, result, updated_at)
+        stats = self.scheduler.stats()
+        step = StepRecord(plan, result, tuple(outputs), stats, now, updated_at)
         self.events.step_done(plan, result)
+        self.events.record(lambda recorder: recorder.on_landed(step))
         self._tell_finished(outputs)
         news = (*self._take_news(), *outputs)
-        return self._outputs(news, plan.num_tokens, result.duration_seconds)
+        return self._outputs(news, stats, plan.num_tokens, result.duration_seconds)
 
     def _outputs(
-        self, news: tuple[RequestOutput, ...], num_tokens: int = 0, duration_seconds: float = 0.0
+        self, news: tuple[RequestOutput, ...], stats: EngineStats, num_tokens: int = 0, duration_seconds: float = 0.0
     ) -> Outputs:
         totals = self.scheduler.ledger.totals_if_due(is_idle=not self.scheduler.has_work())
-        return Outputs(news, self.scheduler.stats(), num_tokens, duration_seconds, totals)
+        return Outputs(news, stats, num_tokens, duration_seconds, totals)
 
     def _note_ends(self, outputs: list[RequestOutput]) -> None:
         """Ends that no step brought."""

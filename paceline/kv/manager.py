@@ -45,6 +45,7 @@ class KVCacheManager:
         self._budget = KVBudget(num_blocks, block_size, self.groups, max_step_tokens)
         self._prefix_cache = prefix_cache(self.pool, block_size, self.groups)
         self._has_windows = any(group.window is not None for group in self.groups)
+        self._forked: set[str] = set()    # ids of parents and children: only these can share a block yet to be filled
         self.max_step_tokens = max_step_tokens if self._has_windows else None
         self._no_blocks: tuple[tuple[int, ...], ...] = ((),) * len(self.groups)
 
@@ -109,7 +110,7 @@ class KVCacheManager:
         for table in request.block_tables:
             if len(table) < num_blocks:
                 num_new += num_blocks - len(table)
-        return num_new + len(self._shared_groups(request))
+        return num_new + len(self._shared_groups(request)) if self._forked else num_new
 
     def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int:
         """Free blocks that starting with this hit uses up until the request is `num_tokens` long, and its choices too.
@@ -184,14 +185,21 @@ class KVCacheManager:
 
     def allocate(self, request: Request, num_new_tokens: int) -> tuple[BlockCopy, ...]:
         """Room for the next tokens. A block that others read too is replaced by a copy before it is written."""
-        copies = tuple(self._unshare(request, group) for group in self._shared_groups(request))
-        num_blocks = self.num_blocks_for(request.num_computed_tokens + num_new_tokens)
-        if len(min(request.block_tables, key=len)) < num_blocks:
-            request.block_tables = tuple(
-                table if len(table) >= num_blocks else table + self.pool.take(num_blocks - len(table))
-                for table in request.block_tables
-            )
+        copies: tuple[BlockCopy, ...] = ()
+        if self._forked:
+            copies = tuple(self._unshare(request, group) for group in self._shared_groups(request))
+        num_blocks = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size)
+        for table in request.block_tables:
+            if len(table) < num_blocks:
+                self._lengthen(request, num_blocks)
+                break
         return copies
+
+    def _lengthen(self, request: Request, num_blocks: int) -> None:
+        request.block_tables = tuple(
+            table if len(table) >= num_blocks else table + self.pool.take(num_blocks - len(table))
+            for table in request.block_tables
+        )
 
     def fork(self, parent: Request, child: Request) -> None:
         """The child reads the parent's computed tokens where they lie."""
@@ -199,6 +207,7 @@ class KVCacheManager:
         for table in child.block_tables:
             self.pool.touch(real_blocks(table))
         child.num_computed_tokens = parent.num_computed_tokens
+        self._forked |= {parent.request_id, child.request_id}
         self._prefix_cache.start(child, parent.num_computed_tokens // self.block_size)
 
     def computed(self, request: Request) -> None:
@@ -220,6 +229,7 @@ class KVCacheManager:
         for table in request.block_tables:
             self.pool.release(real_blocks(table))
         request.block_tables = ()
+        self._forked.discard(request.request_id)
         self._prefix_cache.stop(request)
         return self.pool.num_free_blocks - num_free_before
 
@@ -266,6 +276,8 @@ class KVCacheManager:
     def _shared_groups(self, request: Request) -> list[int]:
         """Groups in which the next token is written to a block that others read too."""
         # Only the block the next token falls into can be shared: forks share computed tokens, hits are whole blocks.
+        if request.request_id not in self._forked:
+            return []
         position = request.num_computed_tokens // self.block_size
         return [
             group

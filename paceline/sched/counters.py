@@ -42,7 +42,7 @@ class Counters:
                 self.num_recomputed_tokens += min(end, once) - start
                 request.num_recomputed_tokens += min(end, once) - start
                 start = min(end, once)
-        num_prompt_tokens = max(min(end, request.num_prompt_tokens) - start, 0)
+        num_prompt_tokens = max(min(end, len(request.prompt_token_ids)) - start, 0)
         self.num_prompt_tokens_computed += num_prompt_tokens
         return num_prompt_tokens
 

@@ -84,7 +84,7 @@ class Engine(RuleBasedStateMachine):
 
     @initialize(setup=SETUPS, workload=st.lists(ASKED, min_size=2, max_size=6))
     def start(self, setup: Setup, workload: list[dict]) -> None:
-        self.stage = Stage(setup)
+        self.stage = self.make_stage(setup)
         self.expected: dict[str, list[int]] = {}
         self.expected_scores: dict[str, list[ScoredToken]] = {}
         self.plan = None
@@ -92,6 +92,9 @@ class Engine(RuleBasedStateMachine):
         self.deadlines: dict[str, float | None] = {}
         for asked in workload:
             self.add(asked)
+
+    def make_stage(self, setup: Setup) -> Stage:
+        return Stage(setup)
 
     def _expect(self, request: Request) -> None:
         alone = solo_stage(request, self.stage.setup)
@@ -148,8 +151,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def expire(self) -> None:
-        self.stage.note(self.stage.scheduler.expire(self.stage.now))
-        self.stage.scheduler.check()
+        self.stage.expire()
 
     @precondition(lambda self: self.stage.scheduler.has_work())
     @rule(picked=st.lists(st.integers(0, 1000), min_size=1, max_size=3))
@@ -173,8 +175,7 @@ class Engine(RuleBasedStateMachine):
         if child.num_tokens < self.stage.scheduler.max_model_len:
             self._expect(child)
             self.deadlines[name] = self.deadlines[parent.request_id.partition(":")[0]]    # it ends with its family
-            self.stage.scheduler.fork(parent.request_id, child)
-            self.stage.scheduler.check()
+            self.stage.fork(parent.request_id, child)
 
     @precondition(lambda self: self.plan is None)
     @rule(knobs=SWITCHES)
