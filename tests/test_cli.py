@@ -410,7 +410,7 @@ def test_a_reader_that_has_gone_is_one_line_and_status_1() -> None:
     assert (ended.returncode, ended.stderr) == (1, "paceline: the result cannot be written: Broken pipe\n")
 
 
-def test_ctrl_c_ends_generate_without_a_traceback() -> None:
+def test_ctrl_c_ends_generate_without_a_traceback(ctrl_c_interrupts: None) -> None:
     argv = [*COMMAND, "generate", MODEL, "Once upon a time", "--max-tokens", "8000", "--num-threads", "12"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while len(os.listdir(f"/proc/{process.pid}/task")) < 12:    # until the kernels' threads are there

@@ -54,7 +54,7 @@ def generate(llm: LLM, prompts: Any = ([1, 2, 3],), **more: Any) -> Any:
     return llm.generate(list(prompts), show_progress=False, **{"ignore_eos": True, **more})
 
 
-def test_an_interrupted_call_leaves_the_engine_whole() -> None:
+def test_an_interrupted_call_leaves_the_engine_whole(ctrl_c_interrupts: None) -> None:
     llm = make_llm(interrupted_in=5)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, [[1, 2, 3], [4, 5]], n=2, max_tokens=50)
