@@ -168,8 +168,9 @@ def engine_config(preset_name: str, knobs: Mapping[str, Any]) -> EngineConfig:
     if unknown := sorted(set(chosen).difference(*owned)):
         raise ConfigError(f"unknown knob {unknown[0]!r}; choose from {sorted(set().union(*owned))}")
     model, cache, scheduler, journal = ({name: chosen[name] for name in names & set(chosen)} for names in owned)
-    config = EngineConfig(model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler),
-                          journal=JournalConfig(**journal))
+    config = EngineConfig(
+        model=ModelConfig(**model), cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler),
+        journal=JournalConfig(**journal))
     refuse_unread(config.scheduler, knobs)
     return config
 

@@ -155,6 +155,11 @@ def make_policies(**names: str) -> Policies:
     return Policies(**{kind: table[names.get(kind, getattr(default, kind))] for kind, table in POLICY_TABLES.items()})
 
 
+def policies_of(config: SchedulerConfig) -> Policies:
+    """Also combinations that build.py refuses: the schedule must be exact under them too."""
+    return make_policies(**{kind: getattr(config, kind) for kind in POLICY_TABLES})
+
+
 def make_request(request_id: str, prompt: int | tuple[int, ...] = 5, max_tokens: int = 4, **fields: object) -> Request:
     """`prompt` is token ids, or how many to make up: equal lengths give equal prefixes only with equal `salt`.
 
@@ -229,7 +234,7 @@ class Stage:
         self.scheduler = Scheduler(
             config,
             kv,
-            make_policies(**{kind: getattr(setup, kind) for kind in POLICY_TABLES}),
+            policies_of(config),
             max_model_len=setup.max_model_len,
             eos_token_ids=setup.eos_token_ids,
         )
@@ -254,8 +259,7 @@ class Stage:
     def switch(self, **knobs: object) -> None:
         """Other policies and numbers, by the names of SchedulerConfig; what is not named stays."""
         config = replace(self.scheduler.config, **knobs)    # type: ignore[arg-type]
-        names = {kind: getattr(config, kind) for kind in POLICY_TABLES}
-        self.scheduler.switch_policies(make_policies(**names), config)
+        self.scheduler.switch_policies(policies_of(config), config)
         self.events.record(lambda recorder: recorder.on_switched(config, self.now))
         self.scheduler.check()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,10 @@ from paceline.engine.journal import Journal
 from paceline.engine.journal_file import JournalDropped, JournalError
 from paceline.engine.replay import Journaled, Replay, Replayed
 from paceline.errors import PromptTooLong
+from paceline.sched.scheduler import Scheduler
 from paceline.sched.setup import SchedulerSetup
 
-from ..fakes import Setup, Stage, make_request, submit_of
+from ..fakes import Setup, Stage, make_request, policies_of, submit_of
 from ..sched.test_exactness_machine import Engine
 
 KEY = b"k" * 32
@@ -57,7 +58,8 @@ class Recorded:
         events = EngineEvents(report)
         self.lines = Lines()
         self.stage = Stage(setup, events)
-        self.journal = Journal(self.lines, setup_of(self.stage), KEY, has_tokens)
+        self.setup = setup_of(self.stage)    # as it starts: a switch changes the scheduler's
+        self.journal = Journal(self.lines, self.setup, KEY, has_tokens)
         events.attach_recorder(self.journal)
 
     def replay(self, path: Path) -> Replayed:
@@ -96,6 +98,13 @@ def test_a_journal_replays_to_the_same_plans(tmp_path: Path) -> None:
         name: output.timeline for name, output in recorded.stage.finished.items()}
 
 
+def scheduler_of(setup: SchedulerSetup) -> Scheduler:
+    """As build.py makes it, with policies that it would refuse together."""
+    scheduler = build.build_scheduler(replace(setup, scheduler=replace(setup.scheduler, preemption="recompute")))
+    scheduler.switch_policies(policies_of(setup.scheduler), setup.scheduler)
+    return scheduler
+
+
 class JournaledEngine(Engine):
     """Whatever the exactness machine does to an engine replays to the same plans, ends and counters."""
 
@@ -110,14 +119,14 @@ class JournaledEngine(Engine):
 
     def check(self, recorded: Recorded) -> None:
         lines = [json.loads(line) for line in recorded.lines.content.splitlines()]
-        journaled = Journaled("memory", lines[0], setup_of(recorded.stage), tuple(enumerate(lines[1:], start=2)))
-        seen = Replay(journaled, build.build_scheduler, build.build_policies).run()
+        journaled = Journaled("memory", lines[0], recorded.setup, tuple(enumerate(lines[1:], start=2)))
+        seen = Replay(journaled, scheduler_of, policies_of).run()
         assert seen.difference is None, str(seen.difference)
         assert seen.num_steps == len(recorded.stage.plans)
 
 
 JournaledEngine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, database=None,
+    max_examples=120, stateful_step_count=20, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck))
 TestJournaledEngine = JournaledEngine.TestCase
 
@@ -129,7 +138,7 @@ def test_what_an_engine_core_tells_replays_too(tmp_path: Path) -> None:
     journal = Journal(lines, setup_of(stage), KEY)
     stage.events.attach_recorder(journal)
     for name, num_tokens, deadline in (("a", 5, 3.0), ("b", 7, None), ("c", 6, None)):
-        core.add(dataclasses.replace(submit_of(make_request(name, num_tokens, 9)), deadline=deadline))
+        core.add(replace(submit_of(make_request(name, num_tokens, 9)), deadline=deadline))
     with pytest.raises(PromptTooLong):
         core.add(submit_of(make_request("long", 50)))
     core.step()
@@ -260,7 +269,7 @@ def test_no_token_and_no_text_is_in_a_journal_unless_asked_for() -> None:
     for has_tokens in (False, True):
         recorded = Recorded(Setup(), has_tokens)
         request = make_request("a", prompt, 8, cache_extras=("open sesame",))
-        request.sampling = dataclasses.replace(request.sampling, stop=("abracadabra",))
+        request.sampling = replace(request.sampling, stop=("abracadabra",))
         recorded.stage.add(request)
         recorded.stage.run()
         contents.append(recorded.lines.content)
