@@ -145,6 +145,7 @@ class OutputText:
         self._stop_of_id = {tokenizer.added_ids[text]: text for text in stop if text in tokenizer.added_ids}
         if not skip_special_tokens:    # then they are text like any other
             self._stop_of_id.clear()
+        self._is_plain = not self._searches and not self._stop_of_id    # nothing can end it: all text goes out at once
         self._unsent = ""
         self._num_chars = 0             # of the whole text so far, sent or not
         self._match: StopMatch | None = None
@@ -156,6 +157,10 @@ class OutputText:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text these tokens make safe to send."""
+        if self._is_plain:
+            text = "".join(map(self._decoder.push, token_ids))
+            self._num_chars += len(text)
+            return text
         for token_id in token_ids:
             if self._match is None:
                 self._push_one(token_id)

@@ -47,6 +47,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self._prefix = prefix
+        self._known_bytes: dict[int, bytes] = {}    # at most the vocabulary; two threads at once write the same
         self._added_texts = tuple(self.added_ids)
         vocabulary = inner.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -99,6 +100,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, special or not, inside a text: SentencePiece may leave out a first space."""
+        known = self._known_bytes.get(token_id)
+        if known is None:
+            known = self._find_bytes(token_id)
+            if 0 <= token_id < self.vocab_size:
+                self._known_bytes[token_id] = known
+        return known
+
+    def _find_bytes(self, token_id: int) -> bytes:
         text = self.inner.id_to_token(token_id)
         if text is None:
             return b""
