@@ -24,7 +24,7 @@ import uvicorn
 from .. import logs
 from ..clock import Clock
 from ..config import ServerConfig
-from ..engine.messages import Answer, EngineStats, Outputs, Question, Submit
+from ..engine.messages import Answer, EngineStats, Outputs, PolicyState, Question, Submit
 from ..engine.transport import STDERR
 from ..errors import ConfigError, EngineDead
 from .app import make_app, served_names
@@ -69,6 +69,10 @@ class EngineSlot:
     @property
     def stats(self) -> EngineStats | None:
         return None if self._engine is None else self._engine.stats
+
+    @property
+    def policy(self) -> PolicyState | None:
+        return None if self._engine is None else self._engine.policy
 
     @property
     def num_unfinished(self) -> int:
