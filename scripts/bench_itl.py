@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from paceline.build import Engine, LoadedModel, assemble, load_model
 from paceline.config import CacheConfig, ModelConfig, SchedulerConfig
+from paceline.engine import heap
 from paceline.engine.messages import Submit
 from paceline.request import SamplingParams
 
@@ -96,6 +97,7 @@ def main() -> None:
           f"{arguments.prompt_tokens} tokens\n\n| chunking | decode alone, ms | ITL median | p99 | largest | "
           "p99 / target | prompt tokens/s | error of the model |\n|---|---|---|---|---|---|---|---|", flush=True)
     schedule = SchedulerConfig(itl_target_ms=arguments.target_ms)
+    heap.settle()    # as in a server
     for _ in range(arguments.repeats):
         for chunking in ("whole", "fixed", "itl_bounded"):
             measure(loaded, replace(schedule, chunking=chunking), arguments)

@@ -28,6 +28,8 @@ class ScheduleMetrics:
         self._terms = [terms.labels(*values, term) for term in COEFFICIENTS]
         self._error = Gauge("paceline:step_time_relative_error", "Running mean error of predicted step durations",
                             names, registry=registry).labels(*values)
+        self._overrun = Gauge("paceline:step_time_overrun_seconds", "What steps with prompts beside decodes exceed "
+                              "their prediction by, 98th percentile", names, registry=registry).labels(*values)
         self._policy = Gauge("paceline:policy_info", "The policies in force, as labels; always 1",
                              (*names, "preset", *POLICIES), registry=registry)
         self._values = tuple(values)
@@ -50,3 +52,4 @@ class ScheduleMetrics:
         for gauge, seconds in zip(self._terms, stats.step_time.coefficients, strict=True):
             gauge.set(seconds)
         self._error.set(stats.step_time.relative_error)
+        self._overrun.set(stats.step_time.overrun_seconds)

@@ -24,6 +24,7 @@ import uvicorn
 from .. import logs
 from ..clock import Clock
 from ..config import ServerConfig
+from ..engine import heap
 from ..engine.messages import Answer, EngineStats, Outputs, PolicyState, Question, Submit
 from ..engine.transport import STDERR
 from ..errors import ConfigError, EngineDead
@@ -246,6 +247,8 @@ def serve(
         service = Service(engine_factory, config, model_name, seed_source, clock, engine_info)
 
         def tell(event: str) -> None:
+            if event == "ready":
+                heap.settle()
             if config.log_format == "json":
                 LOGGER.info(event)
                 return
