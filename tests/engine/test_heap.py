@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+
+import pytest
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import EngineDead
+from paceline.sched.plan import SchedulerOutput, StepResult
+
+from .test_doors import SETUP, Loaded, ShadowExecutor, load, submit, with_engine
 
 SCRIPT = """
 import gc
@@ -33,3 +42,24 @@ def test_what_is_loaded_is_frozen_and_what_is_dropped_later_is_soon_found() -> N
     """In a process of its own: the collector is the whole process's."""
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout == "True []\n"
+
+
+class TellsItsHeap(ShadowExecutor):
+    def collect(self, ticket: SchedulerOutput) -> StepResult:
+        raise RuntimeError(f"{gc.get_freeze_count() > 1000} and {gc.get_threshold()[2]}")
+
+
+def load_and_tell() -> Loaded:
+    loaded = load()
+    loaded.core.executor = TellsItsHeap(SETUP.num_blocks, SETUP.block_size)
+    return loaded
+
+
+def test_an_engine_process_settles_its_heap_before_it_is_ready() -> None:
+    async def story(engine: AsyncEngine) -> None:
+        await engine.ready()
+        with pytest.raises(EngineDead, match="True and 1000"):
+            async for _ in engine.submit(submit("a")):
+                pass
+
+    with_engine("process", story, load_and_tell)
