@@ -92,8 +92,8 @@ def main() -> None:
     parser.add_argument("--target-ms", type=float, default=50.0)
     parser.add_argument("--decoders", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=1500)
-    parser.add_argument("--prompts", type=int, default=20, help="some 25 steps each under itl_bounded: few prompts have "
-                                                                "no 99th percentile but their worst step")
+    parser.add_argument("--prompts", type=int, default=20,
+                        help="some 25 steps each under itl_bounded; few have no 99th percentile but their worst step")
     parser.add_argument("--repeats", type=int, default=2, help="rounds of all chunkings, one after the other")
     arguments = parser.parse_args()
     loaded = load_model(ModelConfig(model=arguments.model, dtype=arguments.dtype, max_model_len=4096))
