@@ -24,7 +24,8 @@ from .test_server_under_load import BLOCK_SIZE, crowd, num_blocks_together
 ADMIN = {"x-api-key": "root-key"}
 OWN_CACHE = {"prefix_cache": "hash", "block_size": BLOCK_SIZE}    # which stays, whatever the preset has
 PRESETS = [{"preset": name} | OWN_CACHE for name in ("tgi", "static", "paceline", "fastgen", "lmdeploy", "vllm")]
-KNOBS = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "ordering": "priority", "victim": "lowest_priority"}
+KNOBS = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "ordering": "priority", "victim": "lowest_priority",
+         "chunking": "itl_bounded", "itl_target_ms": 20.0}
 SWITCHES: list[dict] = [*PRESETS[:3], KNOBS, *PRESETS[3:]]
 NUM_CLIENTS, NUM_REQUESTS = 32, 110
 
