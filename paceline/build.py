@@ -23,7 +23,7 @@ from .engine.detokenizer import StopFinder
 from .engine.events import AnyListener, EngineEvents
 from .engine.journal import Journal
 from .engine.journal_file import LineFile, check_writable
-from .engine.messages import Ready, RequestOutput
+from .engine.messages import PolicyState, Ready, RequestOutput
 from .engine.queue_limits import QueueLimits
 from .engine.transport import TRANSPORTS
 from .errors import ConfigError, ModelError
@@ -203,8 +203,9 @@ def assemble(loaded: LoadedModel, cache: CacheConfig, sched: SchedulerConfig, ke
     executor = ModelExecutor(loaded.backend.bind(loaded.program, kv), kv, clock, keep_logits, len(loaded.groups))
     stops = StopFinder(loaded.files.tokenizer, scheduler.output_token_ids)
     events = EngineEvents(_report_listener, (ForgetStops(stops), TellFailures()))
-    core = EngineCore(scheduler, executor, clock, events, stops, PolicyBook(cache, build_policies, reads_priority))
-    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, sched), setup)
+    book = PolicyBook(cache, build_policies, reads_priority)
+    core = EngineCore(scheduler, executor, clock, events, stops, book)
+    return Engine(core, executor, kv, _ready(loaded, scheduler, kv, book.describe(sched)), setup)
 
 
 def build_scheduler(setup: SchedulerSetup) -> Scheduler:
@@ -253,14 +254,15 @@ def reads_priority(sched: SchedulerConfig) -> bool:
     return sched.ordering == "priority" or sched.victim == "lowest_priority"
 
 
-def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, sched: SchedulerConfig) -> Ready:
+def _ready(loaded: LoadedModel, scheduler: Scheduler, kv: KVSpec, policy: PolicyState) -> Ready:
     notices = []
     if scheduler.limits.max_model_len < loaded.max_model_len:
         notices.append(
             f"the pool of {kv.num_blocks} blocks holds fewer tokens of a request than the model's "
             f"{loaded.max_model_len}: requests are limited to {scheduler.limits.max_model_len} tokens")
     return Ready(max_model_len=scheduler.limits.max_model_len, num_blocks=kv.num_blocks, block_size=kv.block_size,
-                 fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=reads_priority(sched))
+                 fingerprint=loaded.fingerprint, notices=tuple(notices), reads_priority=policy.reads_priority,
+                 policy=policy)
 
 
 def chat_template(config: ModelConfig) -> ChatTemplate | None:

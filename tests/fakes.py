@@ -240,6 +240,7 @@ class Stage:
         )
         self.executor = ShadowExecutor(setup.num_blocks, setup.block_size, setup.transfer_delay, setup.groups)
         self.now = 0.0
+        self.is_timed = False    # whether the clock shows what steps took, and nothing else; else a second for each
         self.tokens: dict[str, list[int]] = {}
         self.scores: dict[str, list[ScoredToken]] = {}
         self.outputs: list[RequestOutput] = []
@@ -269,7 +270,7 @@ class Stage:
         return plan
 
     def schedule(self) -> SchedulerOutput:
-        self.now += 0.5
+        self.now += 0.0 if self.is_timed else 0.5
         self.expire()
         num_running = len(self.scheduler.running)    # more than may run, where a switch has lowered the limit
         plan = self.scheduler.schedule(self.now)
@@ -282,8 +283,9 @@ class Stage:
         return plan
 
     def update(self, plan: SchedulerOutput) -> None:
-        planned_at, self.now = self.now, self.now + 0.5
+        planned_at = self.now
         result = self.executor.collect(self.executor.submit(plan))
+        self.now += result.duration_seconds if self.is_timed else 0.5
         outputs = self.scheduler.update(plan, result, self.now)
         step = StepRecord(plan, result, tuple(outputs), self.scheduler.stats(), planned_at, self.now)
         self.events.record(lambda recorder: recorder.on_landed(step))

@@ -25,6 +25,7 @@ from .messages import (
     EngineStats,
     News,
     Outputs,
+    PolicyState,
     Question,
     Ready,
     Rejected,
@@ -130,6 +131,7 @@ class AsyncEngine:
         self.notices: tuple[str, ...] = ()
         self.layout: Ready | None = None
         self.stats: EngineStats | None = None
+        self.policy: PolicyState | None = None     # in force, as far as the engine has told
         self._model: ServedModel | None = None
         self._make_model = make_model
         self._transport = transport
@@ -264,7 +266,7 @@ class AsyncEngine:
             case Outputs():
                 self._deliver(news)
             case Ready():
-                self._model, self.layout, self.notices = model, news, news.notices
+                self._model, self.layout, self.notices, self.policy = model, news, news.notices, news.policy
                 if self.state == "loading":
                     self.state = "ready"
                     self._watch = asyncio.ensure_future(self._end_if_a_step_hangs())
@@ -282,6 +284,7 @@ class AsyncEngine:
 
     def _take_answer(self, news: Answered) -> None:
         if isinstance(news.answer, Switched) and self._model is not None:
+            self.policy = news.answer.new
             self._model = replace(self._model, reads_priority=news.answer.new.reads_priority)
         answer = self._asked.get(news.number)
         if answer is None or answer.done():

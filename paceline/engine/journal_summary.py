@@ -20,6 +20,7 @@ DEFINITIONS = {
     "p50, p90, p99": "nearest rank: the smallest value that so many percent do not exceed",
     "hit_rate": "prompt tokens taken from the prefix cache at first admission, of those looked up",
     "lost_tokens": "computed tokens of victims, at the moment they yielded; recomputed_tokens ran again since",
+    "switches": "policies switched on the running engine: before which step, and every knob that changed",
     "refusals": "steps in which the head of the queue did not start because of this limit; how many requests it met",
 }
 MAX_LANES = 40
@@ -118,6 +119,9 @@ class Summary:
         self._timelines: list[Line] = []
         self._step_seconds: list[float] = []
         self._executor_seconds: list[float] = []
+        self._knobs: Line = journaled.header["setup"]["scheduler"]
+        self._switches: list[str] = []
+        self._last_step_id = -1
         self._refusals: Counter[str] = Counter()    # steps by limit
         self._refused: dict[str, set[str]] = defaultdict(set)
         self._door: Counter[str] = Counter()
@@ -166,6 +170,7 @@ class Summary:
             "refusals": {
                 limit: f"{num_steps} steps, {len(self._refused[limit])} requests"
                 for limit, num_steps in self._refusals.most_common()},
+            "switches": {f"switch_{number}": told for number, told in enumerate(self._switches, 1)},
             "definitions": dict(DEFINITIONS),
         }
 
@@ -181,6 +186,8 @@ class Summary:
                 self.chart.arrives(request["request_id"])
             case "refuse":
                 self._door[line.get("param") or "other"] += 1
+            case "switch":
+                self._switch(line["scheduler"])
             case "step":
                 self._step(line)
         for end in line.get("ended", ()):
@@ -188,8 +195,16 @@ class Summary:
             self._timelines.append(end)
             self.chart.leaves(end["request_id"])
 
+    def _switch(self, knobs: Line) -> None:
+        changes = [f"{name} {self._knobs.get(name)} -> {value}" for name, value in knobs.items()
+                   if value != self._knobs.get(name)]
+        next_step = self._last_step_id + 1
+        self._switches.append(f"before step {next_step}: {', '.join(changes) or 'nothing changed'}")
+        self._knobs = knobs
+
     def _step(self, line: Line) -> None:
         plan, rows = line["plan"], rows_of(line["plan"])
+        self._last_step_id = plan["step_id"]
         self._step_seconds.append(line["until"] - line["at"])
         self._executor_seconds.append(line["result"].get("duration_seconds", 0.0))
         self._counts["rows"] += len(rows["request_id"])

@@ -94,6 +94,7 @@ class Ready:
     fingerprint: str         # names the numeric path (system_fingerprint)
     notices: tuple[str, ...] = ()    # what a person should know about this engine, a line each
     reads_priority: bool = True      # whether the ordering or the victim rule looks at a request's priority
+    policy: PolicyState | None = None    # what it starts with; None: an engine that knows no policies by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from typing import Protocol
 
 from ..errors import ConfigError, ModelError, RequestError
+from . import heap
 from .core import EngineCore
 from .messages import Abort, Answered, Ask, Died, Message, News, Ready, Rejected, Stop, Stopped, Submit
 
@@ -189,6 +190,8 @@ def _child(make_core: MakeCore, messages: Connection, news: Connection) -> None:
     faulthandler.enable(STDERR, all_threads=True)
 
     def publish(one: News) -> None:
+        if isinstance(one, Ready):
+            heap.settle()
         try:
             news.send(one)
         except OSError as error:

@@ -14,8 +14,7 @@ StepBudget: TypeAlias = Callable[[SchedulerView], int]
 ShareRule: TypeAlias = Callable[[SchedulerView, int, int, int], int]
 
 LEAST_PREFILL_TOKENS = 16    # even where no share holds the target: fewer cost hardly less, none would starve
-FIRST_PREFILL_TOKENS = 32    # beside decoders while the step-time model knows nothing yet
-LEAST_OBSERVATIONS = 4       # steps that a model is made of
+FIRST_PREFILL_TOKENS = 32    # the most while the step-time model has seen no prompt; then twice what it has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +42,34 @@ def all_or_nothing(view: SchedulerView, num_uncomputed_tokens: int, budget_left:
 
 
 def within_target(view: SchedulerView) -> int:
-    """The decodes, and the largest prefill share with which the step-time model holds itl_target_ms.
-
-    Twice the model's mean error is added to what it predicts. Without decoders nobody's tokens can come late.
+    """The decodes, and the largest prefill share with which the step-time model holds itl_target_ms, a margin for what
+    it does not foresee included. Without decoders nobody's tokens can come late.
     """
     most = view.config.max_num_batched_tokens
     contexts = [request.num_computed_tokens for request in view.running if request.num_uncomputed_tokens == 1]
     if not contexts:
         return most
     model, num_decodes = view.observations.step_time, len(contexts)
-    if model.num_observations < LEAST_OBSERVATIONS:
-        return min(most, num_decodes + FIRST_PREFILL_TOKENS)
-    filling = next((request for request in view.running if request.num_uncomputed_tokens > 1), None)
-    context = 0 if filling is None else filling.num_computed_tokens
-    target_seconds = view.config.itl_target_ms / 1e3 / (1 + 2 * model.relative_error)
-    share = model.largest_prefill(target_seconds, num_decodes, sum(contexts), context, most)
-    return min(most, num_decodes + max(share, LEAST_PREFILL_TOKENS))
+    target_seconds = view.config.itl_target_ms / 1e3
+    seconds = target_seconds - model.margin_seconds(target_seconds)
+
+    def share_at(context: int) -> int:
+        return model.largest_prefill(seconds, num_decodes, sum(contexts), context, most)
+
+    tried = max(2 * model.most_prefill_tokens, FIRST_PREFILL_TOKENS)
+    return min(most, num_decodes + max(min(_share(view, share_at), tried), LEAST_PREFILL_TOKENS))
+
+
+def _share(view: SchedulerView, share_at: Callable[[int], int]) -> int:
+    """A token costs what stands before it. The first prompt under way takes the share, if it is long enough; else
+    others go on or begin in the same step, and the share is what fits behind the longest context among them."""
+    filling = [request for request in view.running if request.num_uncomputed_tokens > 1]
+    share = share_at(filling[0].num_computed_tokens) if filling else 0
+    if filling and share <= filling[0].num_uncomputed_tokens:
+        return share
+    head = view.waiting.head(view)
+    cached = 0 if head is None else max(view.kv.look_up(head).num_tokens, head.num_computed_tokens)
+    return share_at(max(cached, *(request.num_computed_tokens for request in filling), 0))
 
 
 def check_whole_prompts_fit(chunking: Chunking, max_step_tokens: int | None, max_model_len: int) -> None:

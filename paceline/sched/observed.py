@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Iterable
-from math import ceil
 
 from ..config import SchedulerConfig
 from ..request import Request
+from .recent import Recent
 
 MOST_CLASSES = 256       # kinds of requests whose lengths are remembered apart
 MOST_LENGTHS = 256       # lengths remembered of each
@@ -21,37 +19,15 @@ ClassName = tuple[str, int]
 ALL: ClassName = ("", -1)    # the class of all; no max_tokens falls into its bucket
 
 
-class _Recent:
-    """The last lengths of one class, also in order of size."""
-
-    def __init__(self) -> None:
-        self._by_age: deque[int] = deque()
-        self._by_size: list[int] = []
-
-    def add(self, length: int) -> None:
-        if len(self._by_age) == MOST_LENGTHS:
-            del self._by_size[bisect_right(self._by_size, self._by_age.popleft()) - 1]
-        self._by_age.append(length)
-        insort(self._by_size, length)
-
-    def quantile_beyond(self, length: int, fraction: float) -> int | None:
-        """The quantile of those greater than `length`; None where there are too few."""
-        if len(self._by_size) < FEWEST_LENGTHS:
-            return None
-        first = bisect_right(self._by_size, length)
-        num_beyond = len(self._by_size) - first
-        return self._by_size[first + ceil(fraction * num_beyond) - 1] if num_beyond else None
-
-
 class OutputLengths:
     """Output lengths of requests that ended by themselves or at their limit, by tenant and size of max_tokens."""
 
     def __init__(self) -> None:
-        self._recent: dict[ClassName, _Recent] = {ALL: _Recent()}
+        self._recent: dict[ClassName, Recent[int]] = {ALL: Recent(MOST_LENGTHS)}
 
     def note(self, request: Request) -> None:
         name = _class_of(request)
-        recent = self._recent.pop(name, None) or _Recent()
+        recent = self._recent.pop(name, None) or Recent(MOST_LENGTHS)
         self._recent[name] = recent    # the one seen last is last
         if len(self._recent) > MOST_CLASSES:
             del self._recent[next(name for name in self._recent if name != ALL)]
@@ -65,7 +41,9 @@ class OutputLengths:
         """
         for name in (_class_of(request), ALL):
             recent = self._recent.get(name)
-            length = None if recent is None else recent.quantile_beyond(request.num_output_tokens, fraction)
+            if recent is None or len(recent) < FEWEST_LENGTHS:
+                continue
+            length = recent.quantile_beyond(request.num_output_tokens, fraction)
             if length is not None:
                 return length
         return None

@@ -275,7 +275,7 @@ class Scheduler:
                 self._fork_if_due(request, self._view(now))
         self._drop_padding_of_past()
         self._counters.step_ran(plan, self.config.max_num_seqs)
-        self.observations.note_step(plan, result)
+        self.observations.note_step(plan, result, now, goes_on=bool(self.running))
         self.observations.service.settle(self._least_served(), self.running)
         return outputs
 

@@ -1,4 +1,7 @@
-"""How long a step takes, learned from the steps that ran. Pure: durations come in with results, nothing is fetched.
+"""How long a step takes, learned from the steps that ran. Pure: durations are handed in, nothing is fetched.
+
+A step's seconds are those its decoders wait for it: from the end of the step before it, where that one went over into
+it, so that what the host does between two steps is learned with the rest.
 
     seconds = constant
             + decode_row   * rows that run one token
@@ -20,10 +23,16 @@ from operator import mul
 from typing import TypeAlias
 
 from .plan import SchedulerOutput
+from .recent import Recent
 
 FORGETTING = 0.98     # a step counts half after 34 more: loads and contention of a machine change
 NUM_PASSES = 4        # of coordinate descent, a step
 FAINTEST = 1e-200     # below this an equation has been forgotten down to rounding errors; its coefficient stays
+
+MOST_OVERRUNS = 256    # steps of the recent past that say how far steps exceed what was predicted
+FEWEST_OVERRUNS = 16   # fewer say nothing
+HELD_IN = 0.98         # the share of those steps that the margin covers
+MOST_MARGIN = 1 / 3    # of a target: beyond that the machine is at fault, and smaller chunks help nobody
 
 COEFFICIENTS = ("constant", "decode_row", "decode_key", "prefill_token", "prefill_pair")
 Features: TypeAlias = tuple[float, float, float, float, float]    # in the order of COEFFICIENTS
@@ -34,11 +43,14 @@ class StepTime:
     """The coefficients, in seconds and in the order of COEFFICIENTS, as a value to export.
 
     relative_error: the running mean of |predicted - measured| / measured, each step predicted before it was learned.
+    overrun_seconds: what HELD_IN of the last steps that ran prompts beside decodes exceeded their prediction by, at
+    most; 0 where they did not, or there were too few.
     """
 
     coefficients: tuple[float, ...] = (0.0,) * len(COEFFICIENTS)
     relative_error: float = 0.0
     num_observations: int = 0
+    overrun_seconds: float = 0.0
 
 
 UNKNOWN = StepTime()
@@ -71,6 +83,8 @@ class StepTimeModel:
         self.coefficients = [0.0] * size
         self.relative_error = 0.0
         self.num_observations = 0
+        self.most_prefill_tokens = 0    # of one step; beyond it there is nothing to tell from
+        self._overruns: Recent[float] = Recent(MOST_OVERRUNS)
         self._gram = [[0.0] * size for _ in range(size)]
         self._target = [0.0] * size
 
@@ -80,14 +94,36 @@ class StepTimeModel:
             return
         features = features_of(plan)
         if self.num_observations:
-            error = abs(self.predict(features) / seconds - 1)
-            weight = max(1 - FORGETTING, 1 / self.num_observations)
-            self.relative_error += weight * (min(error, 1.0) - self.relative_error)
+            self._note_error(features, seconds)
         self.num_observations += 1
+        self.most_prefill_tokens = max(self.most_prefill_tokens, int(features[3]))
         self._learn([feature / seconds for feature in features])
+
+    def _note_error(self, features: Features, seconds: float) -> None:
+        predicted = self.predict(features)
+        weight = max(1 - FORGETTING, 1 / self.num_observations)
+        self.relative_error += weight * (min(abs(predicted / seconds - 1), 1.0) - self.relative_error)
+        _, num_decodes, _, num_prompt_tokens, _ = features
+        if num_decodes and num_prompt_tokens:
+            self._overruns.add(seconds - predicted)
 
     def predict(self, features: Features) -> float:
         return sum(map(mul, self.coefficients, features), 0.0)
+
+    @property
+    def overrun_seconds(self) -> float:
+        overrun = self._overruns.quantile(HELD_IN)
+        return 0.0 if overrun is None or len(self._overruns) < FEWEST_OVERRUNS else max(overrun, 0.0)
+
+    def margin_seconds(self, target_seconds: float) -> float:
+        """How far below the target a prediction has to stay so that HELD_IN of the steps hold it.
+
+        Seconds, not a share of the prediction: where the machine takes something away whatever a step is made of, a
+        share would grow as chunks shrink, until nothing is left of them.
+        """
+        known = len(self._overruns) >= FEWEST_OVERRUNS
+        margin = self.overrun_seconds if known else 2 * self.relative_error * target_seconds
+        return min(margin, MOST_MARGIN * target_seconds)
 
     def largest_prefill(
         self, target_seconds: float, num_decodes: int, num_decode_keys: int, start: int, most: int
@@ -102,7 +138,7 @@ class StepTimeModel:
         return low
 
     def exported(self) -> StepTime:
-        return StepTime(tuple(self.coefficients), self.relative_error, self.num_observations)
+        return StepTime(tuple(self.coefficients), self.relative_error, self.num_observations, self.overrun_seconds)
 
     def _learn(self, scaled: list[float]) -> None:
         """scaled: features over duration, so that the right-hand side of every observation is 1."""

@@ -22,6 +22,9 @@ class WaitingView(Protocol):
     def oldest(self) -> Request | None:
         """Who has been queued longest."""
 
+    def head(self, view: SchedulerView) -> Request | None:
+        """Who starts next."""
+
 
 class KVView(Protocol):
     """The questions of the KV manager, without its changes."""
@@ -76,14 +79,22 @@ class Observations:
     pace: Pace = field(default_factory=Pace)
     service: TenantService = field(default_factory=TenantService)
     step_time: StepTimeModel = field(default_factory=StepTimeModel)
+    landed_at: float | None = None          # the last step, where requests ran on after it
 
-    def note_step(self, plan: SchedulerOutput, result: StepResult) -> None:
+    def note_step(self, plan: SchedulerOutput, result: StepResult, now: float, *, goes_on: bool) -> None:
         self.num_steps += 1
         self.num_step_tokens += plan.num_tokens
         self.step_seconds += result.duration_seconds
-        self.step_time.observe(plan, result.duration_seconds)
+        self.step_time.observe(plan, self._seconds_since_last(plan, result, now))
+        self.landed_at = now if goes_on else None
         self.pace.note_step(len(plan.rows), plan.num_tokens, result.duration_seconds)
         self.num_steps_since_start = 0 if plan.num_started else self.num_steps_since_start + 1
+
+    def _seconds_since_last(self, plan: SchedulerOutput, result: StepResult, now: float) -> float:
+        """What those who ran on from the last step waited for this one; without such, what the executor took."""
+        if self.landed_at is None or plan.num_running == plan.num_started:
+            return result.duration_seconds
+        return max(now - self.landed_at, result.duration_seconds)
 
     def note_end(self, request: Request) -> None:
         self.num_finished += 1

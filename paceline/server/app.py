@@ -179,7 +179,7 @@ class Door:
         return json_response({"version": package_version()})
 
     async def show_metrics(self, request: Request) -> Response:
-        text = self.metrics.text(len(self.live), len(asyncio.all_tasks()))
+        text = self.metrics.text(len(self.live), len(asyncio.all_tasks()), self.engine.policy)
         return Response(text, media_type=METRICS_TYPE)
 
 

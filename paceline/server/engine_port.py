@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ..engine.messages import Answer, EngineStats, Outputs, Question, RequestOutput, Submit
+from ..engine.messages import Answer, EngineStats, Outputs, PolicyState, Question, RequestOutput, Submit
 
 if TYPE_CHECKING:
     from ..model.chat_template import ChatTemplate
@@ -67,6 +67,11 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> EngineStats | None: ...
+
+    @property
+    def policy(self) -> PolicyState | None:
+        """What it schedules by; None while it loads."""
+        ...
 
     @property
     def num_unfinished(self) -> int: ...

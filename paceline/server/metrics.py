@@ -23,7 +23,7 @@ from prometheus_client import (
 )
 
 from ..clock import Clock
-from ..engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
+from ..engine.messages import EngineStats, Outputs, PolicyState, RequestOutput, RequestTimeline
 from ..request import FinishReason
 from .engine_port import EngineInfo
 from .ledger_metrics import LedgerMetrics
@@ -117,8 +117,9 @@ class Metrics:
         self._stats: EngineStats | None = None
         self._progress: dict[str, Progress] = {}
 
-    def text(self, num_open_replies: int = 0, num_tasks: int = 0) -> bytes:
+    def text(self, num_open_replies: int = 0, num_tasks: int = 0, policy: PolicyState | None = None) -> bytes:
         """All of it; what is given is looked up when somebody asks."""
+        self._schedule.show(policy)
         self._open_replies.set(num_open_replies)
         self._tasks.set(num_tasks)
         return generate_latest(self._registry)

@@ -24,7 +24,8 @@ import uvicorn
 from .. import logs
 from ..clock import Clock
 from ..config import ServerConfig
-from ..engine.messages import Answer, EngineStats, Outputs, Question, Submit
+from ..engine import heap
+from ..engine.messages import Answer, EngineStats, Outputs, PolicyState, Question, Submit
 from ..engine.transport import STDERR
 from ..errors import ConfigError, EngineDead
 from .app import make_app, served_names
@@ -69,6 +70,10 @@ class EngineSlot:
     @property
     def stats(self) -> EngineStats | None:
         return None if self._engine is None else self._engine.stats
+
+    @property
+    def policy(self) -> PolicyState | None:
+        return None if self._engine is None else self._engine.policy
 
     @property
     def num_unfinished(self) -> int:
@@ -242,6 +247,8 @@ def serve(
         service = Service(engine_factory, config, model_name, seed_source, clock, engine_info)
 
         def tell(event: str) -> None:
+            if event == "ready":
+                heap.settle()
             if config.log_format == "json":
                 LOGGER.info(event)
                 return

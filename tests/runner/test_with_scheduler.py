@@ -110,3 +110,27 @@ def test_windows_hold_in_every_size_of_engine(backend_name: str, kind: str, setu
     assert any(NULL_BLOCK in table for plan in stage.plans for row in plan.rows for table in row.block_ids)
     if setup.num_blocks == 14 and kind == "both":
         assert any(plan.preempted for plan in stage.plans)
+
+
+def test_a_prefix_of_32_000_tokens_is_reused_bit_for_bit() -> None:
+    """Many requests behind one long prefix, on the fastest path of this machine: what reuse gives is what a request
+    that computed all of it gives, and every id is one of the vocabulary."""
+    spec, backend_name = tiny_spec(num_layers=1, max_position=32768), list(BACKENDS)[1 % len(BACKENDS)]
+    prefix = tuple(prompt(50, 31_990))
+    params = SamplingParams(max_tokens=3, temperature=0.8, seed=5, logprobs=0)
+
+    def request(i: int) -> Request:
+        return Request(request_id=f"r{i}", prompt_token_ids=(*prefix, *prompt(100 + i, 10)), sampling=params,
+                       arrival_time=float(i))
+
+    setup = Setup(num_blocks=2048, block_size=16, max_num_batched_tokens=2048, max_model_len=32_768)
+    tokens, stage = outputs_of(setup, [request(i) for i in range(6)], backend_name, spec)
+    assert stage.scheduler.stats().prefix_cache_hits == 5 * 31_984
+    assert all(0 <= token < spec.vocab_size for row in tokens.values() for token in row)
+    alone_tokens, alone = outputs_of(replace(setup, prefix_cache="none"), [request(4)], backend_name, spec)
+    assert alone_tokens["r4"] == tokens["r4"]
+    assert logprobs_of(alone, "r4") == logprobs_of(stage, "r4") != logprobs_of(stage, "r3")
+
+
+def logprobs_of(stage: Stage, request_id: str) -> list[object]:
+    return [output.logprobs for output in stage.outputs if output.request_id == request_id]

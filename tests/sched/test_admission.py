@@ -11,7 +11,7 @@ from paceline.sched.ordering import Ordering
 from paceline.sched.plan import Refusal, RowResult, StepResult
 from paceline.sched.wait_queue import DYNAMIC_WINDOW, WaitQueue
 
-from ..fakes import Setup, Stage, make_request, solo
+from ..fakes import VOCAB_SIZE, Setup, Stage, make_request, solo
 
 
 def rows_of(plan) -> dict[str, int]:
@@ -84,6 +84,43 @@ def test_the_budget_counts_only_uncached_tokens() -> None:
     assert stage.tokens["r3"] == solo(repeats[3], setup)
     assert stage.scheduler.stats().prefix_cache_hits == 8 * 12
     assert stage.scheduler.stats().prefix_cache_queries == 9 * 14
+
+
+def test_many_hits_on_a_prefix_of_32_000_tokens_keep_within_the_budget() -> None:
+    """Twelve at once behind one prefix run ten tokens of their own each and the six of the prefix's last block, in one
+    step of 512; ids are of the vocabulary and those of the run alone."""
+    setup = Setup(num_blocks=2100, block_size=16, max_num_batched_tokens=512, max_model_len=32_768)
+    stage = Stage(setup)
+    prefix = tuple(7 * i % 61 + 1 for i in range(31_990))
+    first, *others = [make_request(f"r{i:02}", (*prefix, *range(i + 1, i + 11)), 3, seed=i) for i in range(13)]
+    stage.add(first)
+    stage.run()
+    stage.add(*others)
+    assert rows_of(stage.step()) == {request.request_id: 16 for request in others}
+    stage.run()
+    assert stage.tokens["r07"] == solo(others[6], setup)
+    assert all(0 <= token < VOCAB_SIZE for tokens in stage.tokens.values() for token in tokens)
+
+
+def test_a_hit_and_a_neighbour_that_grows_in_the_same_step_take_different_blocks() -> None:
+    """The neighbour needs a block, and those that nobody holds are the hit's: it takes one that the hit does not need,
+    or there is no hit on it any more."""
+    hits = set()
+    for num_blocks in range(6, 12):
+        setup = Setup(num_blocks=num_blocks, block_size=4, watermark=0.0, max_model_len=28)
+        stage = Stage(setup)
+        grows = make_request("grows", 15, 9, salt=9, arrival_time=0.5)
+        stage.add(make_request("first", 13, 1))
+        stage.run()
+        stage.add(grows)
+        stage.step()
+        again = make_request("again", 13, 5, arrival_time=stage.now)
+        stage.add(again)
+        stage.run()
+        assert {name: stage.tokens[name] for name in ("grows", "again")} == {
+            "grows": solo(grows, setup), "again": solo(again, setup)}
+        hits.add(again.num_cached_tokens)
+    assert {0, 12} <= hits, hits
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [4, 8, 9, 16, 32])

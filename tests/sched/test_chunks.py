@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+from collections.abc import Callable
 from operator import mul
 
 import pytest
@@ -110,19 +113,49 @@ def test_whole_prompts_are_refused_where_windows_were_sized_for_less() -> None:
 MILLISECONDS = (3.0, 0.5, 0.0, 0.4, 0.0)    # what the steps of these stories take, by StepTime's terms
 
 
+
+
+class Crowd:
+    """Eight who decode, and long prompts that keep arriving beside them, in the time that steps and the host take."""
+
+    def __init__(self, chunking: str, target_ms: float, cost: tuple[float, ...] = MILLISECONDS,
+                 noise: Callable[[], float] = lambda: 1.0, host_ms: float = 0.0) -> None:
+        self.stage = Stage(Setup(chunking=chunking, itl_target_ms=target_ms, max_num_batched_tokens=512,
+                                 num_blocks=9000, max_model_len=4000))
+        self.stage.is_timed = True
+        self.stage.executor.seconds_of = lambda plan: sum(map(mul, cost, features_of(plan))) / 1e3 * noise()
+        self.host_seconds = host_ms / 1e3
+        self.stage.add(*(make_request(f"d{i}", 4, 3000, salt=i) for i in range(8)))
+        self.waits_ms: list[float] = []    # of the decoders for each of their tokens, those of the first steps left out
+        self.run(5)
+        self.waits_ms.clear()
+
+    def prompts(self, name: str, num_prompts: int, num_tokens: int = 900, **more: object) -> Crowd:
+        for i in range(num_prompts):
+            self.stage.add(make_request(f"{name}{i}", num_tokens, 1, arrival_time=self.stage.now,
+                                        **{"salt": 20 + i} | more))    # type: ignore[arg-type]
+            while f"{name}{i}" not in self.stage.finished:
+                self.run(1)
+            self.run(2)
+        return self
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            before = self.stage.now
+            self.stage.now += self.host_seconds
+            self.stage.step()
+            self.waits_ms.append(1e3 * (self.stage.now - before))
+
+    @property
+    def p99_ms(self) -> float:
+        return sorted(self.waits_ms)[int(0.99 * len(self.waits_ms))]
+
+
 def durations(chunking: str, target_ms: float) -> list[float]:
-    """Steps in ms from the 5th on in which somebody decodes, on long prompts that keep arriving beside decoders."""
-    stage = Stage(Setup(chunking=chunking, itl_target_ms=target_ms, max_num_batched_tokens=512, num_blocks=4000,
-                        max_model_len=4000))
-    stage.executor.seconds_of = lambda plan: sum(map(mul, MILLISECONDS, features_of(plan))) / 1e3
-    stage.add(*(make_request(f"d{i}", 4, 300, salt=i) for i in range(8)))
-    stage.step()
-    for i in range(6):
-        stage.add(make_request(f"p{i}", 900, 2, salt=20 + i, arrival_time=1.0 + i))
-    stage.run()
-    steps = [plan for plan in stage.plans[5:] if any(row.request_id.startswith("d") for row in plan.rows)]
-    assert sum(1 for plan in steps if plan.num_tokens > 8) > 3, "no prompt ran beside a decoder"
-    return sorted(1e3 * stage.executor.seconds_of(plan) for plan in steps)
+    """Steps in ms, in order of size."""
+    crowd = Crowd(chunking, target_ms).prompts("p", 6)
+    assert sum(1 for plan in crowd.stage.plans if plan.num_tokens > 8) > 3, "no prompt ran beside a decoder"
+    return sorted(crowd.waits_ms)
 
 
 def test_long_prefills_beside_decoders_hold_the_target_where_fixed_chunks_exceed_it_twice() -> None:
@@ -135,6 +168,65 @@ def test_long_prefills_beside_decoders_hold_the_target_where_fixed_chunks_exceed
 def test_the_bound_is_used_up() -> None:
     """Holding the target by doing nothing would be easy."""
     assert durations("itl_bounded", 40.0)[-3] > 0.8 * 40.0
+
+
+def test_what_the_host_does_between_two_steps_counts() -> None:
+    """9 ms of 40 that no executor sees: decoders wait for them all the same."""
+    assert 0.9 * 40.0 < Crowd("itl_bounded", 40.0, host_ms=9.0).prompts("p", 6).p99_ms <= 1.05 * 40.0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_target_is_held_where_equal_steps_do_not_take_equal_times(seed: int) -> None:
+    rng = random.Random(seed)
+    crowd = Crowd("itl_bounded", 40.0, noise=lambda: rng.lognormvariate(0.0, 0.1)).prompts("p", 8)
+    assert crowd.p99_ms <= 1.2 * 40.0
+    assert statistics.median(crowd.waits_ms) > 0.6 * 40.0, "held by doing next to nothing"
+
+
+def test_a_machine_that_stalls_now_and_then_does_not_starve_prompts() -> None:
+    """One step in twelve takes 100 ms more, whatever it runs: smaller chunks would help nobody."""
+    rng, crowd = random.Random(0), Crowd("itl_bounded", 40.0)
+    seconds_of = crowd.stage.executor.seconds_of
+    crowd.stage.executor.seconds_of = lambda plan: seconds_of(plan) + 0.1 * (rng.random() < 1 / 12)
+    crowd.prompts("p", 8)
+    assert crowd.stage.scheduler.stats().step_time.overrun_seconds > 0.09
+    assert max(plan.num_tokens for plan in crowd.stage.plans[-30:]) > 3 * LEAST_PREFILL_TOKENS
+
+
+def test_a_token_behind_a_long_prefix_costs_more_and_is_priced_so() -> None:
+    """The prefix comes from the cache, so the first chunk already stands behind 900 tokens."""
+    dear_context = (3.0, 0.5, 0.0, 0.4, 0.0005)
+    crowd = Crowd("itl_bounded", 40.0, dear_context).prompts("p", 4)
+    crowd.waits_ms.clear()
+    prefix = make_request("x", 900, salt=20).prompt_token_ids
+    for i in range(3):
+        crowd.stage.add(make_request(f"turn{i}", (*prefix, *range(i + 1, i + 200)), 1, arrival_time=crowd.stage.now))
+    while len(crowd.stage.finished) < 7:
+        crowd.run(1)
+    assert crowd.stage.scheduler.stats().prefix_cache_hits == 3 * 900
+    assert max(crowd.waits_ms) <= 1.2 * 40.0
+
+
+def test_an_idle_engine_learns_nothing_of_its_idle_time() -> None:
+    stage = Stage(Setup())
+    stage.is_timed = True
+    for i in range(8):
+        stage.add(make_request(f"r{i}", 5, 4, salt=i, arrival_time=stage.now))
+        stage.run()
+        stage.now += 60.0
+    features = features_of(stage.plans[-1])
+    assert stage.scheduler.observations.step_time.predict(features) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_first_chunks_beside_decoders_grow_step_by_step() -> None:
+    """Decodes alone tell nothing of what a prompt costs."""
+    stage = Stage(Setup(chunking="itl_bounded", itl_target_ms=1e6, max_num_batched_tokens=512, num_blocks=4000,
+                        max_model_len=4000))
+    stage.add(make_request("d", 1, 90))
+    for _ in range(20):
+        stage.step()
+    stage.add(make_request("p", 900, 1, salt=1, arrival_time=stage.now))
+    assert [stage.step().num_tokens - 1 for _ in range(5)] == [32, 64, 128, 256, 420]
 
 
 def test_a_target_below_what_decode_takes_starves_no_prompt() -> None:

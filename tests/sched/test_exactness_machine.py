@@ -42,7 +42,7 @@ SETUPS = st.builds(
     prefix_cache=st.sampled_from(["none", "hash"]),
     **POLICIES,
     batch_timeout_seconds=st.sampled_from([0.0, 3.0]),
-    itl_target_ms=st.sampled_from([9.0, 20.0]),    # the executor's steps take 10
+    itl_target_ms=st.sampled_from([900.0, 2000.0]),    # a step takes a second
     knobs=st.fixed_dictionaries({
         "priority_aging_seconds": st.sampled_from([None, 2.0]),
         "aging_tokens_per_second": st.sampled_from([0.5, 100.0]),

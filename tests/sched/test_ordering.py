@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,14 @@ from paceline.errors import RequestError
 from paceline.kv.manager import KVCacheManager
 from paceline.request import FinishReason, Request, RequestStatus
 from paceline.sched.admission import ADMISSIONS, prefill_room
+from paceline.sched.batching import REGIMES
+from paceline.sched.chunking import CHUNKINGS
 from paceline.sched.forecast import seconds_to_serve, seconds_to_wait, would_end_late
 from paceline.sched.gate import GATES
 from paceline.sched.observed import MOST_TENANTS, TenantService
 from paceline.sched.ordering import ORDERINGS
 from paceline.sched.plan import Refusal
-from paceline.sched.preemption import VICTIM_RULES
+from paceline.sched.preemption import PREEMPTIONS, VICTIM_RULES
 from paceline.sched.view import SchedulerView
 from paceline.sched.wait_queue import DYNAMIC_WINDOW, WaitQueue
 
@@ -421,7 +424,8 @@ def state_of(stage: Stage) -> bytes:
     scheduler = stage.scheduler
     pool, requests = scheduler.kv.pool, [*scheduler.running, *scheduler.waiting]
     fields = [[getattr(request, name) for name in Request.__slots__] for request in requests]
-    return pickle.dumps((fields, pool.free_order(), pool._refs, pool._hash_of, scheduler.observations))
+    batch = (scheduler._batch.num_members, scheduler._batch.is_open)
+    return pickle.dumps((fields, pool.free_order(), pool._refs, pool._hash_of, scheduler.observations, batch))
 
 
 def answers(view: SchedulerView, kv: KVCacheManager) -> list[object]:
@@ -432,7 +436,13 @@ def answers(view: SchedulerView, kv: KVCacheManager) -> list[object]:
     said += [key(one, view) for o in ORDERINGS.values() for key in (o.key, o.running_key) for one in requests]
     said += [lanes(view)(one.tenant) for o in ORDERINGS.values() if (lanes := o.lanes) for one in requests]
     said += [(seconds_to_serve(view, one), would_end_late(view, one)) for one in requests]
+    said += [seconds_to_wait(view, one, ordering) for ordering in ORDERINGS.values() for one in requests]
     said += [rule(view, view.running).request_id for rule in VICTIM_RULES.values() if view.running]
+    said += [rule(view, one) for rule in PREEMPTIONS.values() for one in view.running]
+    said += [(regime.may_join(view), regime.opens_at(view)) for regime in REGIMES.values()]
+    said += [chunking.budget(view) for chunking in CHUNKINGS.values()]
+    said += [chunking.share(view, wanted, left, behind) for chunking in CHUNKINGS.values()
+             for wanted, left, behind in ((1, 9, 3), (20, 9, 3), (20, 64, 0))]
     return said
 
 
@@ -444,5 +454,7 @@ def test_policies_are_pure_functions_of_the_view(workload: list[dict], num_block
     for _ in starts(stage, [one | {"timeout": None} for one in workload]):
         view, kv = stage.scheduler._view(stage.now), stage.scheduler.kv
         before = state_of(stage)
-        assert answers(view, kv) == answers(view, kv)
+        said, copied = answers(view, kv), deepcopy(view)
+        assert said == answers(view, kv)
+        assert said == answers(copied, copied.kv)    # nothing but the view was looked at
         assert state_of(stage) == before

@@ -249,6 +249,31 @@ def test_reserve_needs_no_preemption_where_watermark_does() -> None:
 # ---- more than the pool
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "recompute_tail"])
+def test_a_pool_that_was_over_admitted_thrashes_within_bounds_and_recovers(preemption: str) -> None:
+    """Sixteen start where three can end. Whoever is first goes on, so every step gives a token, and a victim starts
+    again only when there is room, so nobody loses more often than it would have grown by a block. When the load falls
+    to what fits, nothing of the thrash is left."""
+    setup = Setup(num_blocks=40, block_size=4, max_num_seqs=16, prefix_cache="none", preemption=preemption)
+    stage = Stage(setup)
+    crowd = [make_request(f"r{i:02}", 8, 40, salt=i, seed=i, arrival_time=i / 100) for i in range(40)]
+    stage.add(*crowd)
+    while stage.scheduler.has_work():
+        num_tokens = sum(map(len, stage.tokens.values()))
+        stage.step()
+        assert sum(map(len, stage.tokens.values())) > num_tokens
+    assert stage.num_preemptions > len(crowd)
+    assert max(request.num_preemptions for request in crowd) <= 40 // setup.block_size
+    assert stage.tokens == {request.request_id: solo(request, setup) for request in crowd}
+    before = stage.num_preemptions
+    for i in range(12):
+        stage.add(make_request(f"later{i}", 8, 40, salt=50 + i, arrival_time=stage.now))
+        for _ in range(25):
+            stage.step()
+    stage.run()
+    assert stage.num_preemptions == before
+
+
 def test_a_cache_that_thrashes_beyond_its_capacity_costs_time_and_nothing_else() -> None:
     """Six conversations in turn, each longer than what the others leave of the cache: every hit has been evicted."""
     rounds = [make_request(f"turn{turn}-{i}", 40, 4, salt=i, seed=i, arrival_time=float(6 * turn + i))

@@ -28,12 +28,14 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
     assert stage.run().scores == {} and len(stage.tokens["a"]) == 4
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3, 7, 64])
-def test_chunks_change_no_score(budget: int) -> None:
+@pytest.mark.parametrize("num_tokens", [20, 21])
+@pytest.mark.parametrize("budget", [1, 2, 3, 7, 10, 20, 64])
+def test_chunks_change_no_score(budget: int, num_tokens: int) -> None:
+    """Prompts of exactly two chunks, and of one token more, among them."""
     stage = Stage(Setup(max_num_batched_tokens=budget))
-    stage.add(scored_request("a", 20), make_request("b", 9, salt=3))
+    stage.add(scored_request("a", num_tokens), make_request("b", 9, salt=3, arrival_time=1.0))
     stage.run()
-    assert stage.scores == {"a": solo_stage(scored_request("a", 20), Setup()).scores["solo"]}
+    assert stage.scores == {"a": solo_stage(scored_request("a", num_tokens), Setup()).scores["solo"]}
 
 
 def test_cached_positions_are_computed_again() -> None:

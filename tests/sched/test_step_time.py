@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.sched.plan import ScheduledRequest, SchedulerOutput
-from paceline.sched.step_time import COEFFICIENTS, StepTimeModel, features_of
+from paceline.sched.step_time import (
+    COEFFICIENTS,
+    FEWEST_OVERRUNS,
+    HELD_IN,
+    MOST_MARGIN,
+    MOST_OVERRUNS,
+    StepTimeModel,
+    features_of,
+)
 
 TRUE = dict(zip(COEFFICIENTS, (4e-3, 6e-4, 2e-7, 4e-4, 1e-7), strict=True))
 
@@ -16,6 +26,9 @@ def step(*rows: tuple[int, int]) -> SchedulerOutput:
     """Rows as (position of the first token, tokens)."""
     return SchedulerOutput(0, tuple(
         ScheduledRequest(str(i), start, (1,) * count, ((),), (), None) for i, (start, count) in enumerate(rows)))
+
+
+MIXED = step((100, 1), (100, 1), (0, 50))    # a prompt beside decodes
 
 
 def seconds(plan: SchedulerOutput) -> float:
@@ -79,6 +92,29 @@ def test_the_error_it_exports_is_the_one_it_makes() -> None:
     assert exact.exported().relative_error < 0.05
     assert 0.1 < noisy.exported().relative_error < 0.35
     assert noisy.exported().num_observations == 300
+
+
+@given(errors=st.lists(st.floats(-0.01, 0.5), min_size=FEWEST_OVERRUNS + 1, max_size=400))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_the_margin_covers_all_but_one_in_fifty_of_the_last_overruns(errors: list[float]) -> None:
+    model = StepTimeModel()
+    overruns = []
+    for error in errors:
+        before = model.predict(features_of(MIXED))
+        model.observe(MIXED, 0.05 + error)
+        overruns.append(0.05 + error - before)
+    recent = overruns[1:][-MOST_OVERRUNS:]    # nothing was predicted before the first
+    assert sum(one > model.overrun_seconds for one in recent) <= (1 - HELD_IN) * len(recent)
+    assert model.margin_seconds(1.0) == min(model.overrun_seconds, MOST_MARGIN)
+    assert model.margin_seconds(1e-3) <= MOST_MARGIN * 1e-3
+
+
+def test_too_few_overruns_say_nothing_and_the_mean_error_stands_in() -> None:
+    model = learned([step((100, 1))] * 40, iter([1.0, 1.1] * 20).__next__)
+    for _ in range(FEWEST_OVERRUNS - 2):
+        model.observe(MIXED, 3.0)
+    assert model.overrun_seconds == model.exported().overrun_seconds == 0.0
+    assert model.margin_seconds(0.05) == min(2 * model.relative_error, MOST_MARGIN) * 0.05 > 0.0
 
 
 def test_the_largest_prefill_is_the_largest() -> None:

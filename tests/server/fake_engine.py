@@ -111,6 +111,7 @@ class FakeEngine:
         self.model = model or FakeModel()
         self.state = "ready"
         self.stats: EngineStats | None = None
+        self.policy = None
         self.script: Script = pangram_script
         self.num_cached_tokens = 0
         self.has_stalled = False

@@ -62,7 +62,8 @@ class RealCoreServer(RunningServer):
         book = PolicyBook(CacheConfig(num_kv_blocks=self.scheduler.kv.num_blocks), build_policies, reads_priority)
         core = EngineCore(self.scheduler, self.executor, WallClock(), EngineEvents(_report), policy_book=book)
         ready = Ready(max_model_len=self.scheduler.max_model_len, num_blocks=self.scheduler.kv.num_blocks,
-                      block_size=BLOCK_SIZE, fingerprint="shadow", reads_priority=False)
+                      block_size=BLOCK_SIZE, fingerprint="shadow", reads_priority=False,
+                      policy=book.describe(self.scheduler.config))
         engine = AsyncEngine(ThreadTransport(lambda: Loaded(core, ready)), _served, QueueLimits.of(self.config),
                              WallClock())
         await engine.start()

@@ -38,8 +38,16 @@ def test_a_switch_tells_what_it_changed_and_leaves_a_mark(lab: RunningServer, ca
     (record,) = [record for record in caplog.records if record.message == "policy switched"]
     assert record.fields["max_num_seqs"] == "64 -> 256"    # type: ignore[attr-defined]
     assert samples(lab.get("/metrics").text)["paceline:policy_switches_total", "vllm"] == 1
+    assert {"vllm", "continuous", "latest_arrival", "fixed"} <= policy_shown(lab)
     back = lab.post("/admin/policy", {"preset": "paceline"}, headers=KEY).json()
     assert back["new"] == switched["old"]
+    assert "paceline" in policy_shown(lab)
+
+
+def policy_shown(lab: RunningServer) -> set[str]:
+    """The labels of the one policy that /metrics shows."""
+    (labels,) = [labels for name, labels in samples(lab.get("/metrics").text) if name == "paceline:policy_info"]
+    return set(labels.split(","))
 
 
 @pytest.mark.parametrize(("body", "param"), [
