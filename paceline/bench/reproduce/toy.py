@@ -65,8 +65,8 @@ READINGS = (
         weakest="55 of 128 is 42.96875 %, which prints as 43.0 %; the two regimes are not counted alike"),
 )
 PROOF = (
-    "idle slot-steps are whole numbers: over 4 slots and 32 steps a share moves by 1/128, and the two next to 42.9 % are "
-    "54/128 = 42.1875 % and 55/128 = 42.96875 %, printed 42.2 and 43.0; the shares that print as 42.9 % over at most 150 "
+    "idle slot-steps are whole numbers: over 4 slots and 32 steps a share moves by 1/128, the two next to 42.9 % being "
+    "54/128 = 42.1875 % and 55/128 = 42.96875 %, printed 42.2 and 43.0; shares that print as 42.9 % over at most 150 "
     "slot-steps of 4 slots are all 3/7, that is 7, 14, 21, 28 or 35 steps")
 
 
