@@ -40,24 +40,30 @@ class Reproduction:
 
     def table(self, width: int = 118) -> str:
         """For a person: the figures, then what each of them means, once."""
-        lines = columns(["", "kind", "published", "ours", "unit"], [
-            [claim.what, claim.kind, shown(claim.published), shown(claim.ours), claim.unit] for claim in self.claims])
-        notes: dict[tuple[str, str], list[int]] = {}
-        for number, claim in enumerate(self.claims, 1):
-            notes.setdefault((claim.definition, claim.weakest), []).append(number)
-        lines = [lines[0], *(f"{number:>3} {line}" for number, line in enumerate(lines[1:], 1))]
-        lines[0] = " " * 4 + lines[0]
-        for (definition, weakest), numbers in notes.items():
-            lines += ["", *textwrap.wrap(f"{_spans(numbers)}: {definition}. Weakest condition: {weakest}.", width,
-                                         subsequent_indent="    ")]
+        rows = [[f"{number:>3}", claim.what, claim.kind, shown(claim.published), shown(claim.ours), claim.unit]
+                for number, claim in enumerate(self.claims, 1)]
+        lines = columns(["", "", "kind", "published", "ours", "unit"], rows)
+        lines += ["", "Definitions"]
+        lines += _notes([claim.definition for claim in self.claims], width)
+        lines += ["", "Weakest conditions"]
+        lines += _notes([claim.weakest for claim in self.claims], width)
         return "\n".join([*lines, *(f"\n{part}" for part in self.text)])
 
 
+def _notes(texts: Sequence[str], width: int) -> list[str]:
+    """Each text once, behind the numbers of those it belongs to."""
+    numbers: dict[str, list[int]] = {}
+    for number, text in enumerate(texts, 1):
+        numbers.setdefault(text, []).append(number)
+    return [line for text, of in numbers.items()
+            for line in textwrap.wrap(f"  {_spans(of)}: {text}", width, subsequent_indent="    ")]
+
+
 def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines: the first column to the left, the others to the right."""
+    """Lines: the first two columns to the left, the others to the right."""
     widths = [max(len(row[index]) for row in [titles, *rows]) for index in range(len(titles))]
-    return ["  ".join([row[0].ljust(widths[0]),
-                       *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]).rstrip()
+    return ["  ".join(cell.ljust(width) if index < 2 else cell.rjust(width)
+                      for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
             for row in [titles, *rows]]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, cast
 
@@ -20,6 +20,7 @@ from ...engine.messages import EngineStats, RequestOutput, Submit
 from ...errors import ConfigError
 from ...presets import engine_config
 from ...request import SamplingParams
+from ...sched.admission import AdmissionRule
 from ...sched.plan import KVLayout
 from ...sched.scheduler import Scheduler
 from ...sched.setup import SchedulerSetup
@@ -102,7 +103,8 @@ class Lab:
         self._make_scheduler = make_scheduler
         self.output = output
 
-    def run(self, cell: Cell, listeners: Iterable[Listener] = ()) -> Ran:
+    def run(self, cell: Cell, listeners: Iterable[Listener] = (), admission: AdmissionRule | None = None) -> Ran:
+        """admission: a rule that no configuration names, in place of the cell's. `paceline replay` does not know it."""
         setup, clock = cell.setup(), VirtualClock()
         layout = KVLayout(cell.num_blocks, cell.block_size, bytes_per_block=0)
         events = EngineEvents(_raise, tuple(listeners))
@@ -110,7 +112,10 @@ class Lab:
         if journal is not None:
             events.attach_recorder(journal)
         executor = SimExecutor(layout, clock, cell.step_seconds, cell.ends_at)
-        core = EngineCore(self._make_scheduler(setup), executor, clock, events)
+        scheduler = self._make_scheduler(setup)
+        if admission is not None:
+            scheduler.policies = replace(scheduler.policies, admission=admission)
+        core = EngineCore(scheduler, executor, clock, events)
         finished: list[RequestOutput] = []
 
         def watch(output: RequestOutput, now: float) -> None:
@@ -123,7 +128,7 @@ class Lab:
             run_closed_loop(core, clock, cell.requests, cell.concurrency, watch)
         if journal is not None:
             journal.close()
-        return Ran(stats=core.scheduler.stats(), seconds=clock.now(), config=setup.scheduler, finished=finished,
+        return Ran(stats=scheduler.stats(), seconds=clock.now(), config=setup.scheduler, finished=finished,
                    journal=path)
 
     def write(self, name: str, content: str) -> str | None:

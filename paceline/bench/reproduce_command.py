@@ -1,0 +1,124 @@
+"""`paceline reproduce NAME`: published claims, taken apart. Each prints what was published beside what comes out here,
+of which kind the figure is, how it is defined and where the comparison is weakest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..errors import ConfigError
+from ..flags import plain_command, put
+from .traces import PACKAGED
+
+if TYPE_CHECKING:
+    from .reproduce.claims import Reproduction
+    from .reproduce.lab import Lab
+
+Run: TypeAlias = "Callable[[argparse.Namespace, Lab], Reproduction]"
+AddFlags: TypeAlias = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name: what it shows, how it runs, and the flags it has beside --json and --output."""
+
+    help: str
+    run: Run
+    add_flags: AddFlags = lambda command: None
+
+
+def add(commands: Any) -> None:
+    reproduce = plain_command(
+        commands, "reproduce", _list, "take a published claim apart: what was published beside what comes out here, "
+        "and what kind of figure it is. Without NAME: the list of names")
+    names = reproduce.add_subparsers(title="names", metavar="NAME")
+    for name, entry in ENTRIES.items():
+        command = plain_command(names, name, _reproduce, entry.help)
+        command.set_defaults(name=name)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.add_argument("--output", metavar="DIR", help="folder for journals of the runs (see `paceline replay`) "
+                             "and pictures; made if it is not there (default: none are written)")
+        entry.add_flags(command)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    width = max(map(len, ENTRIES))
+    put("\n".join(f"{name:<{width}}  {entry.help}" for name, entry in ENTRIES.items()))
+    return 0
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from ..build import build_scheduler
+    from .reproduce.lab import Lab, made_output
+
+    found = ENTRIES[arguments.name].run(arguments, Lab(build_scheduler, made_output(arguments.output)))
+    put(json.dumps(found.as_dict()) if arguments.json else found.table())
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+# --- names and their flags. What they need is loaded when they run: other commands do not wait for it.
+
+
+def _toy(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
+    from .reproduce import toy
+
+    return toy.reproduce(lab)
+
+
+def _add_azure(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--trace", choices=tuple(PACKAGED), help="only this one (default: both)")
+    command.add_argument("--slots", type=_counts, default=(4, 8, 16, 32), metavar="N,N",
+                         help="numbers of slots (default: 4,8,16,32, some minutes in all on two cores)")
+    command.add_argument("--requests", type=_count, metavar="N",
+                         help="only the first N of each trace: other figures, sooner (default: all)")
+
+
+def _azure(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
+    from .reproduce import azure
+
+    traces = tuple(PACKAGED) if arguments.trace is None else (arguments.trace,)
+    if arguments.requests is not None and arguments.requests < max(arguments.slots):
+        raise ConfigError(f"requests={arguments.requests} do not fill {max(arguments.slots)} slots once")
+    return azure.reproduce(lab, traces, arguments.slots, arguments.requests, _tell)
+
+
+def _add_kv_waste(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--requests", type=_count, default=400, metavar="N",
+                         help="requests of the load (default: 400)")
+    command.add_argument("--kv-tokens", type=_count, metavar="N",
+                         help="the KV budget in tokens, rounded down to blocks of 16, at least 2048 (default: 15712)")
+
+
+def _kv_waste(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
+    from .reproduce import kv_waste
+
+    kv_tokens = arguments.kv_tokens or kv_waste.KV_TOKENS
+    if kv_tokens < kv_waste.MAX_MODEL_LEN:
+        raise ConfigError(f"kv_tokens={kv_tokens} do not hold one request of {kv_waste.MAX_MODEL_LEN} tokens")
+    return kv_waste.reproduce(lab, arguments.requests, kv_tokens)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1 is needed, got {text}")
+    return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+ENTRIES: dict[str, Entry] = {
+    "toy": Entry("eight requests on four slots, 32 steps against 26: under which readings", _toy),
+    "azure": Entry("static idle and the gain of refilling slots, on the Azure 2023 traces", _azure, _add_azure),
+    "kv-waste": Entry("what reserved KV memory wastes, against blocks of 16", _kv_waste, _add_kv_waste),
+}
