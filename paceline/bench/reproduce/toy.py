@@ -48,7 +48,8 @@ READINGS = (
     Reading(
         name="B", lists=((2, 3, 8, 4, 6, 5, 2, 2), (8, 5, 2, 2, 2, 6, 4, 3), (3, 4, 2, 8, 6, 5, 2, 2)),
         num_extra_steps=18,
-        counts="as A, and 18 more steps in both regimes in which no slot is counted",
+        counts="a step gives each request that runs one token; both regimes spend 18 more steps, in which no slot is "
+               "counted",
         weakest="what the 18 steps would be is not known: they are solved for, not measured"),
     Reading(
         name="C", lists=((12, 6, 9, 9, 12, 9, 9, 6), (6, 12, 12, 6, 12, 12, 6, 6), (11, 12, 6, 8, 12, 10, 7, 6)),
@@ -58,10 +59,12 @@ READINGS = (
         weakest="the static idle share is 25 %, and no request may be shorter than 6"),
     Reading(
         name="D", lists=((15, 12, 17, 11, 15, 14, 11, 9), (13, 10, 10, 7, 19, 16, 16, 13)),
-        counts="as A, with longer requests", weakest="the static idle share is 18.75 %"),
+        counts="a step gives each request that runs one token; lengths 7 to 19; nothing else is a step",
+        weakest="the static idle share is 18.75 %"),
     Reading(
         name="E", lists=((2, 4, 17, 6, 14, 7, 8, 15), (2, 8, 4, 14, 3, 7, 17, 18)), idle="waiting",
-        counts="as A; the continuous run's idle slots count only while a request waits",
+        counts="a step gives each request that runs one token; the continuous run's idle slots count only while a "
+               "request waits",
         weakest="55 of 128 is 42.96875 %, which prints as 43.0 %; the two regimes are not counted alike"),
 )
 PROOF = (
