@@ -17,6 +17,7 @@ from .traces import PACKAGED
 if TYPE_CHECKING:
     from .reproduce.claims import Reproduction
     from .reproduce.lab import Lab
+    from .reproduce.tgi_vs_vllm import OnServer
 
 Run: TypeAlias = "Callable[[argparse.Namespace, Lab], Reproduction]"
 AddFlags: TypeAlias = Callable[[argparse.ArgumentParser], None]
@@ -117,6 +118,60 @@ def _drain(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
     return drain.reproduce(lab, arguments.slots)
 
 
+def _add_flat_decode(command: argparse.ArgumentParser) -> None:
+    _add_model(command)
+    command.add_argument("--batches", type=_counts, default=(1, 2, 4, 8, 12, 16, 24, 32, 48, 64), metavar="N,N",
+                         help="batch sizes, 1 among them (default: 1,2,4,8,12,16,24,32,48,64)")
+    command.add_argument("--steps", type=_count, default=32, metavar="N",
+                         help="decode steps measured at each batch size (default: 32)")
+
+
+def _flat_decode(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
+    from ..build import build_llm
+    from .reproduce import flat_decode
+
+    return flat_decode.reproduce(build_llm, arguments.model, arguments.batches, arguments.steps, _tell)
+
+
+def _add_tgi_vs_vllm(command: argparse.ArgumentParser) -> None:
+    _add_model(command)
+    command.add_argument("--requests", type=_count, default=60, metavar="N",
+                         help="requests of each run (default: 60; published: 1000, hours on two cores)")
+    command.add_argument("--concurrency", type=_counts, default=(1, 4, 8, 16), metavar="N,N",
+                         help="numbers of clients (default: 1,4,8,16)")
+    command.add_argument("--num-kv-blocks", type=_count, default=384, metavar="N",
+                         help="KV blocks of 16 tokens, small enough to matter, at least 160 (default: 384)")
+    command.add_argument("--simulate", action="store_true", help="only the runs in virtual time, which need no model")
+    command.add_argument("--servers", type=lambda text: tuple(text.split(",")), default=(), metavar="URL,URL",
+                         help="also run against these; the others are held to the first")
+
+
+def _tgi_vs_vllm(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
+    from ..build import build_llm
+    from .reproduce import tgi_vs_vllm
+
+    if 16 * arguments.num_kv_blocks < tgi_vs_vllm.MAX_MODEL_LEN:
+        raise ConfigError(f"num_kv_blocks={arguments.num_kv_blocks} of 16 tokens do not hold one request of "
+                          f"{tgi_vs_vllm.MAX_MODEL_LEN} tokens")
+    plan = tgi_vs_vllm.Plan(
+        num_requests=arguments.requests, concurrency=arguments.concurrency, num_kv_blocks=arguments.num_kv_blocks,
+        model=None if arguments.simulate else arguments.model, servers=arguments.servers)
+    return tgi_vs_vllm.reproduce(lab, build_llm, plan, _tell, _on_server() if plan.servers else None)
+
+
+def _on_server() -> OnServer:
+    try:
+        from .reproduce import on_server
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"servers: {error.name} is needed: pip install 'paceline[bench]'") from error
+    return on_server.measure
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default="smollm2",
+                         help="the model, as `paceline serve` takes it (default: smollm2)")
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -133,5 +188,9 @@ ENTRIES: dict[str, Entry] = {
     "azure": Entry("static idle and the gain of refilling slots, on the Azure 2023 traces", _azure, _add_azure),
     "drain": Entry("2.91x and 3.86x by refilling slots, 91 % idle: which lengths and slots give them", _drain,
                    _add_drain),
+    "flat-decode": Entry("step time against batch on a real model, where it stops being flat", _flat_decode,
+                         _add_flat_decode),
     "kv-waste": Entry("what reserved KV memory wastes, against blocks of 16", _kv_waste, _add_kv_waste),
+    "tgi-vs-vllm": Entry("two regimes on one load and a small KV budget: requests a second and latency", _tgi_vs_vllm,
+                         _add_tgi_vs_vllm),
 }

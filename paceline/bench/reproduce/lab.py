@@ -24,7 +24,7 @@ from ...sched.admission import AdmissionRule
 from ...sched.plan import KVLayout
 from ...sched.scheduler import Scheduler
 from ...sched.setup import SchedulerSetup
-from ...sim.run import run_arrivals, run_closed_loop
+from ...sim.run import Watch, ignore, run_arrivals, run_closed_loop
 from ...sim.sim_executor import END, SimExecutor, StepSeconds
 
 MakeScheduler: TypeAlias = Callable[[SchedulerSetup], Scheduler]
@@ -103,7 +103,8 @@ class Lab:
         self._make_scheduler = make_scheduler
         self.output = output
 
-    def run(self, cell: Cell, listeners: Iterable[Listener] = (), admission: AdmissionRule | None = None) -> Ran:
+    def run(self, cell: Cell, listeners: Iterable[Listener] = (), admission: AdmissionRule | None = None,
+            watch: Watch = ignore) -> Ran:
         """admission: a rule that no configuration names, in place of the cell's. `paceline replay` does not know it."""
         setup, clock = cell.setup(), VirtualClock()
         layout = KVLayout(cell.num_blocks, cell.block_size, bytes_per_block=0)
@@ -118,14 +119,15 @@ class Lab:
         core = EngineCore(scheduler, executor, clock, events)
         finished: list[RequestOutput] = []
 
-        def watch(output: RequestOutput, now: float) -> None:
+        def note(output: RequestOutput, now: float) -> None:
+            watch(output, now)
             if output.finish_reason is not None:
                 finished.append(output)
 
         if cell.concurrency is None:
-            run_arrivals(core, clock, cell.requests, watch)
+            run_arrivals(core, clock, cell.requests, note)
         else:
-            run_closed_loop(core, clock, cell.requests, cell.concurrency, watch)
+            run_closed_loop(core, clock, cell.requests, cell.concurrency, note)
         if journal is not None:
             journal.close()
         return Ran(stats=scheduler.stats(), seconds=clock.now(), config=setup.scheduler, finished=finished,
