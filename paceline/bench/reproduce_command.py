@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,8 +86,7 @@ def _azure(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
     from .reproduce import azure
 
     traces = tuple(PACKAGED) if arguments.trace is None else (arguments.trace,)
-    if arguments.requests is not None and arguments.requests < max(arguments.slots):
-        raise ConfigError(f"requests={arguments.requests} do not fill {max(arguments.slots)} slots once")
+    _check_fills(arguments.requests, arguments.slots)
     return azure.reproduce(lab, traces, arguments.slots, arguments.requests, _tell)
 
 
@@ -110,12 +109,15 @@ def _kv_waste(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
 def _add_drain(command: argparse.ArgumentParser) -> None:
     command.add_argument("--slots", type=_counts, default=(4, 8, 10, 16, 32), metavar="N,N",
                          help="numbers of slots (default: 4,8,10,16,32)")
+    command.add_argument("--requests", type=_count, default=960, metavar="N",
+                         help="requests of each run, in whole groups of as many as there are slots (default: 960)")
 
 
 def _drain(arguments: argparse.Namespace, lab: Lab) -> Reproduction:
     from .reproduce import drain
 
-    return drain.reproduce(lab, arguments.slots)
+    _check_fills(arguments.requests, arguments.slots)
+    return drain.reproduce(lab, arguments.slots, arguments.requests)
 
 
 def _add_flat_decode(command: argparse.ArgumentParser) -> None:
@@ -170,6 +172,11 @@ def _on_server() -> OnServer:
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="smollm2",
                          help="the model, as `paceline serve` takes it (default: smollm2)")
+
+
+def _check_fills(num_requests: int | None, slots: Sequence[int]) -> None:
+    if num_requests is not None and num_requests < max(slots):
+        raise ConfigError(f"requests={num_requests} do not fill {max(slots)} slots once")
 
 
 def _count(text: str) -> int:

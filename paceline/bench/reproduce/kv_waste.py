@@ -20,7 +20,7 @@ from ...sched.plan import Refusal, SchedulerOutput, StepResult
 from ...sched.view import SchedulerView
 from . import laws
 from .claims import Claim, Reproduction
-from .lab import Cell, Lab, Ran, request
+from .lab import Cell, Lab, Ran, id_of, request
 
 BLOCK = 16
 MAX_MODEL_LEN = 2048
@@ -132,7 +132,7 @@ def run(lab: Lab, asked: Sequence[Asked], kv_tokens: int, rule: str | None, in_o
     cell = _cell(asked, kv_tokens, rule, rate)
     if in_one_piece:
         cell = replace(cell, name=f"{cell.name}-one-piece")
-    sizes = None if rule is None else {f"r{number}": one.num_blocks(rule) for number, one in enumerate(asked)}
+    sizes = None if rule is None else {id_of(number): one.num_blocks(rule) for number, one in enumerate(asked)}
     use = KVUse(None if sizes is None else {one: BLOCK * size for one, size in sizes.items()})
     ran = lab.run(cell, [use], admission=Buddies(cell.num_blocks, sizes) if in_one_piece and sizes else None)
     return _facts(cell, ran, use, rule, in_one_piece)

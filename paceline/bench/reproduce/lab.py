@@ -166,8 +166,13 @@ def request(number: int, num_output_tokens: int, prompt_token_ids: tuple[int, ..
     """One that ends after exactly so many tokens. With a prompt of one token its first step is like all others, so it
     takes as many steps as it has output tokens."""
     sampling = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
-    return Submit(request_id=f"r{number}", prompt_token_ids=prompt_token_ids, sampling=sampling,
+    return Submit(request_id=id_of(number), prompt_token_ids=prompt_token_ids, sampling=sampling,
                   arrival_time=arrival_time)
+
+
+def id_of(number: int) -> str:
+    """Sorts as the number does: of requests that arrive at once, the lowest id is first."""
+    return f"r{number:05d}"
 
 
 def _raise(listener: AnyListener, error: Exception) -> None:
