@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ..errors import EngineError
+from ..errors import ConfigError, EngineError
 from .load_generator import CellResult
 from .records import RequestRecord
 
@@ -20,13 +20,15 @@ RECORDS, SUMMARY, TABLE = "records.jsonl", "summary.json", "summary.csv"
 
 
 class ResultFiles:
-    """A directory of results; made new, never mixed with older ones. Raises EngineError where it cannot be written."""
+    """A directory of results. Raises ConfigError where it has some already, EngineError where it cannot be written."""
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / RECORDS).write_bytes(b"")
+            (self._directory / RECORDS).open("xb").close()
+        except FileExistsError as error:
+            raise ConfigError(f"output: {error.filename} is there already; results are not mixed") from error
         except OSError as error:
             raise EngineError(f"{directory}: cannot be written: {error.strerror}") from error
 
@@ -140,6 +142,9 @@ def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         for one in cell["repeats"]:
             if not one["client"]["is_valid"]:
                 lines.append(f"{one['cell']}: {one['client']['verdict']}")
+            elif (lag := one["client"]["loop_lag_seconds"]["p99"] or 0.0) > one["client"]["bound_seconds"]:
+                lines.append(f"{one['cell']}: the client read up to {1e3 * lag:.1f} ms late (p99): single times, "
+                             "such as ITL p99, are as uncertain")
             for kind, seen in one["requests"]["errors"].items():
                 lines.append(f"{one['cell']}: {seen['count']} {kind}, the first: {seen['first']}")
             if other := one["lengths"]["output_other_than_asked"]:

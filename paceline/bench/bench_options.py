@@ -53,7 +53,8 @@ class Load:
         drafts = draft(self.spec) if self.requests is None else self.requests
         has_recorded_times = all(one.arrival_seconds is not None for one in drafts if not one.after)
         self._run = _RunOptions(arguments, has_recorded_times)
-        self._run.check(self.requests, drafts)
+        self._run.check(drafts)
+        self.plan()    # a mistake is told before anybody is asked
 
     def fitted(self, target: Target) -> None:
         """Prompts of a form and of tokens that the target takes, within its context."""
@@ -137,7 +138,7 @@ class _RunOptions:
         return [Cell(arrivals=Arrivals(kind=kind, rate=rate, **shape), concurrency=cap)
                 for rate in rates for cap in caps]
 
-    def check(self, requests: list[Asked] | None, drafts: Any) -> None:
+    def check(self, drafts: Any) -> None:
         if any(cell.arrivals.kind == "trace" for cell in self.cells):
             self.cells[0].arrivals.times([one.arrival_seconds for one in drafts if not one.after], 0)
 

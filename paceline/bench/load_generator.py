@@ -54,6 +54,7 @@ class CellResult:
     plan: CellPlan
     records: list[RequestRecord]
     loop_lags: list[float]
+    loop_core_share: float | None      # processor time of the event loop's thread over the measured time
     grown: dict[str, int]
     zero: float                        # what the clock said at the start of the cell
     num_not_sent: int = 0
@@ -65,6 +66,7 @@ class CellResult:
         return CellFacts(
             name=self.plan.name, arrivals=self.plan.arrivals.text(), concurrency=self.plan.concurrency,
             slos=slos or {}, definitions=definitions, loop_lags=self.loop_lags,
+            loop_core_share=self.loop_core_share,
             server_cache=None if hits is None or queries is None else (hits, queries),
             server_preemptions=self.grown.get("num_preemptions"))
 
@@ -119,6 +121,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._zero = clock()
+        self._core_share: float | None = None
         self._start = self._measure_start = 0.0
         self._lags: list[float] = []
         self._threads = threads_of(requests)
@@ -148,7 +151,7 @@ class Run:
 
     async def measure(self) -> None:
         self.is_warming_up = False
-        self._measure_start = self.now()
+        self._measure_start, busy = self.now(), time.thread_time()
         with _quiet_collector():
             lag = asyncio.ensure_future(self._watch_lag())
             try:
@@ -159,12 +162,15 @@ class Run:
                     await self._open_loop()
             finally:
                 lag.cancel()
+                if self.measured_seconds > 0:
+                    self._core_share = (time.thread_time() - busy) / self.measured_seconds
 
     def result(self) -> CellResult:
         num_recorded = sum(not record.is_warm_up for record in self.records)
         return CellResult(
-            plan=self.plan, records=self.records, loop_lags=self._lags, grown=self.grown, zero=self._zero,
-            num_not_sent=self.num_requests - num_recorded, is_interrupted=self.is_interrupted)
+            plan=self.plan, records=self.records, loop_lags=self._lags, loop_core_share=self._core_share,
+            grown=self.grown, zero=self._zero, num_not_sent=self.num_requests - num_recorded,
+            is_interrupted=self.is_interrupted)
 
     async def _closed_loop(self, threads: Sequence[Sequence[Asked]], num_clients: int) -> None:
         """Each client takes the next thread when it has ended the one before."""
