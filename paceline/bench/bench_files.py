@@ -123,8 +123,9 @@ def _meanings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if not cells:
         return ["nothing was measured"]
     first = cells[0]["repeats"][0]
-    lines = [f"definitions: {first['definitions']}; p50 and p99 over requests that ended well"
-             + ("; of repeats the mean ± half of Student's 95% interval" if len(cells[0]["repeats"]) > 1 else "")]
+    lines = ["p50 and p99 are over requests that ended well"]
+    if len(cells[0]["repeats"]) > 1:
+        lines[0] += "; of repeats the mean ± half of Student's 95% interval"
     names = [name for name in first if name.endswith("_seconds") and not name.startswith("service_")]
     lines += [f"  {name.removesuffix('_seconds')}: {first[name]['definition']}" for name in names]
     lines += [f"  throughput: {first['throughput']['definition']}", f"  cache: {first['cache_hit_rate']['definition']}",
@@ -132,8 +133,33 @@ def _meanings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if first["goodput"] is not None:
         limits = "; ".join(f"{name}: {text}" for name, text in first["goodput"]["limits"].items())
         lines.append(f"  good: share of requests that keep {limits}; {first['goodput']['definition']}")
+    lines += _others(cells)
     lines.append(f"  warm-up: {first['requests']['warm_up_excluded']} requests before each cell, in no figure")
     return lines
+
+
+def _others(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The same requests in other tools' words, and these words' meanings."""
+    lines: list[str] = []
+    for name, meanings in cells[0]["repeats"][0]["in_words_of"].items():
+        words = [word for word in meanings if word != "throughput"]
+        for one in (one for cell in cells for one in cell["repeats"]):
+            told = one["in_words_of"][name]
+            shown = [f"{_short(word)} {_ms(told[word]['p50'])} / {_ms(told[word]['p99'])}" for word in words]
+            rate = told["throughput"]["output_tokens_per_second"]
+            shown.append("no throughput" if rate is None else f"{rate:.1f} output tokens/s")
+            lines.append(f"  in {name}'s words, {one['cell']}: ms p50 / p99: {', '.join(shown)}")
+        lines += [f"    {_short(word)}: {meanings[word]['definition']}" for word in words]
+        lines.append(f"    throughput: {meanings['throughput']['definition']}")
+    return lines
+
+
+def _short(word: str) -> str:
+    return word.removesuffix("_seconds").upper()
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -80,7 +80,7 @@ class Load:
     def plan(self) -> BenchPlan:
         run = self._run
         return BenchPlan(workload=self.spec, requests=self.requests, is_salted=self._is_salted, cells=run.cells,
-                         repeats=run.repeats, warm_up=run.warm_up, slos=run.slos, definitions=run.definitions,
+                         repeats=run.repeats, warm_up=run.warm_up, slos=run.slos, beside=run.beside,
                          salt=self.salt)
 
     def num_cut(self) -> int:
@@ -101,8 +101,9 @@ class _RunOptions:
         self.precision: float = told.get("rate_precision", 0.05)
         self.repeats: int = told.get("repeats", 1)
         self.warm_up: int | None = told.get("warm_up")
-        self.definitions: str = told.get("definitions", "ours")
-        definitions_named(self.definitions)
+        self.beside = tuple(name for name in told.get("definitions", "ours").split(",") if name != "ours")
+        for name in self.beside:
+            definitions_named(name)
         self.slos = slo_table(arguments.slo or ())
         self._check_search(told)
         self.cells = self._cells(told, has_recorded_times)

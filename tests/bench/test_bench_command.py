@@ -108,10 +108,12 @@ def test_the_files_hold_every_token_s_time_and_any_figure_can_be_had_from_them_a
 
 
 def test_the_table_says_what_its_figures_mean_and_what_to_doubt(server: FakeServer, capsys: Any) -> None:
-    status, out, err = bench(server.url, *SHORT, "--requests", "3", "--concurrency", "1", "--definitions", "vllm",
-                             capsys=capsys)
+    status, out, err = bench(server.url, *SHORT, "--requests", "3", "--concurrency", "1", "--definitions",
+                             "vllm,guidellm", capsys=capsys)
     assert status == 0 and "concurrency=1" in out.splitlines()[1]
-    assert "definitions: vllm" in out and "cap on concurrency is not in it" in out and "p99 of 3 requests" in out
+    assert "response time" in out and "p99 of 3 requests" in out
+    assert "in vllm's words, concurrency=1: ms p50 / p99: TTFT" in out and "cap on concurrency is not in it" in out
+    assert "(last - sent) / n" in out
     assert "3 of 3 ended well" in err and "3 of 3" not in out
 
 
