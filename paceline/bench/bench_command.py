@@ -49,7 +49,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.target == "core":
         return _core(arguments)
     if find_spec("aiohttp") is None:
-        raise ConfigError("bench needs aiohttp: pip install 'paceline[bench]'")
+        raise ConfigError("bench needs aiohttp: pip install aiohttp (or the extra: 'paceline[bench]')")
     from .bench_files import ResultFiles
     from .bench_options import Load
 

@@ -177,8 +177,11 @@ def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
                 lines.append(f"{one['cell']}: {other} answers were not as long as asked: asked "
                              f"{one['lengths']['output_asked_mean']:.1f} tokens on average, got "
                              f"{one['lengths']['output_achieved_mean']:.1f}")
-            if guessed := one["lengths"]["tokens_counted_by"].get("spread", 0):
+            counted_by = one["lengths"]["tokens_counted_by"]
+            if guessed := counted_by.get("spread", 0) + counted_by.get("guess", 0):
                 lines.append(f"{one['cell']}: {guessed} answers came in chunks of unknown size: ITL is that of chunks")
+            if "guess" in counted_by:
+                lines.append(f"{one['cell']}: the server tells no usage: output tokens are a guess, one a chunk")
             if one["is_interrupted"]:
                 lines.append(f"{one['cell']}: interrupted; {one['not_sent']} requests were not sent")
     rates = [one["cache_hit_rate"]["value"] for cell in cells for one in cell["repeats"]]

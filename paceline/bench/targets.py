@@ -8,6 +8,7 @@ client that reuses one then fails or waits.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -147,7 +148,7 @@ class HttpTarget:
                 call.http_status = response.status
                 await self._read(response, call)
         except aiohttp.ClientConnectorError as error:
-            call.fail("unreachable", f"{self.url}: {error}")
+            call.fail("unreachable", f"{self.url}: cannot be reached: {_why(error)}")
         except TimeoutError:
             call.fail("timeout", f"no whole answer within {self._options.timeout_seconds:g} seconds")
         except (aiohttp.ClientError, OSError) as error:
@@ -234,7 +235,7 @@ class HttpTarget:
             async with self._session.get(self._base + path, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"{self._base}: cannot be reached: {error or type(error).__name__}") from error
+            raise EngineError(f"{self._base}: cannot be reached: {_why(error)}") from error
 
     async def _find_extensions(self, form: str) -> tuple[tuple[str, ...] | None, str]:
         """The extensions that the server takes with a form of prompts; None, and what it said, if it takes not even a
@@ -259,7 +260,9 @@ class HttpTarget:
     async def _try(self, form: str, extensions: tuple[str, ...]) -> Call:
         call = Call(clock=time.perf_counter)
         await self.send(orjson.dumps(self._dialect.body(_TINY[form], self._model, extensions)), call)
-        if call.status in ("unreachable", "timeout", "refused"):
+        if call.status == "unreachable":
+            raise EngineError(call.error or self.url)
+        if call.status in ("timeout", "refused"):
             raise EngineError(f"{self.url}: {call.error}")
         return call
 
@@ -274,6 +277,13 @@ _TINY = {
     "text": Asked(request_id="probe", num_output_tokens=3, prompt="stone river"),
     "messages": Asked(request_id="probe", num_output_tokens=3, messages=({"role": "user", "content": "stone river"},)),
 }
+
+
+def _why(error: BaseException) -> str:
+    """Without what aiohttp adds about encryption that is not there."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
 
 
 def raise_file_limit() -> None:
