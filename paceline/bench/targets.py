@@ -7,6 +7,8 @@ client that reuses one then fails or waits.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -116,6 +118,7 @@ class HttpTarget:
 
     async def __aenter__(self) -> HttpTarget:
         """Finds out what the server is and takes. Raises EngineError, with the URL, where it cannot be used."""
+        raise_file_limit()
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._options.keep_alive)
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
         if self._options.api_key is not None:
@@ -145,7 +148,7 @@ class HttpTarget:
                 call.http_status = response.status
                 await self._read(response, call)
         except aiohttp.ClientConnectorError as error:
-            call.fail("unreachable", f"{self.url}: {error}")
+            call.fail("unreachable", f"{self.url}: cannot be reached: {_why(error)}")
         except TimeoutError:
             call.fail("timeout", f"no whole answer within {self._options.timeout_seconds:g} seconds")
         except (aiohttp.ClientError, OSError) as error:
@@ -232,7 +235,7 @@ class HttpTarget:
             async with self._session.get(self._base + path, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"{self._base}: cannot be reached: {error or type(error).__name__}") from error
+            raise EngineError(f"{self._base}: cannot be reached: {_why(error)}") from error
 
     async def _find_extensions(self, form: str) -> tuple[tuple[str, ...] | None, str]:
         """The extensions that the server takes with a form of prompts; None, and what it said, if it takes not even a
@@ -257,7 +260,9 @@ class HttpTarget:
     async def _try(self, form: str, extensions: tuple[str, ...]) -> Call:
         call = Call(clock=time.perf_counter)
         await self.send(orjson.dumps(self._dialect.body(_TINY[form], self._model, extensions)), call)
-        if call.status in ("unreachable", "timeout", "refused"):
+        if call.status == "unreachable":
+            raise EngineError(call.error or self.url)
+        if call.status in ("timeout", "refused"):
             raise EngineError(f"{self.url}: {call.error}")
         return call
 
@@ -272,6 +277,22 @@ _TINY = {
     "text": Asked(request_id="probe", num_output_tokens=3, prompt="stone river"),
     "messages": Asked(request_id="probe", num_output_tokens=3, messages=({"role": "user", "content": "stone river"},)),
 }
+
+
+def _why(error: BaseException) -> str:
+    """Without what aiohttp adds about encryption that is not there."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
+
+
+def raise_file_limit() -> None:
+    """As many connections at once as the system allows this process; its first limit is often 1,024 files."""
+    with contextlib.suppress(ImportError, ValueError, OSError):    # not on Windows; some systems refuse
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def split_url(url: str) -> tuple[str, str | None]:

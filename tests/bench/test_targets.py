@@ -99,14 +99,19 @@ def test_a_server_is_asked_only_for_what_it_takes(missing: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize(("takes", "counted_by"), [
     (EXTENSIONS, "usage"), (("return_token_ids", "include_usage"), "token_ids"), (("include_usage",), "spread"),
-    ((), "events")])
+    ((), "guess")])
 def test_a_chunk_is_not_a_token_and_the_best_count_there_is_is_used(takes: tuple[str, ...], counted_by: str) -> None:
     with serving(lambda body: Script(tokens_per_chunk=3), takes=takes) as server:
         record = one(server.url, ask(0, 8))
     assert record.counted_by == counted_by and len(record.token_times) == 3
     assert record.token_counts == {"usage": (3, 3, 2), "token_ids": (3, 3, 2), "spread": (2, 3, 3),
-                                   "events": (1, 1, 1)}[counted_by]
-    assert record.output_tokens == (None if counted_by == "events" else 8)
+                                   "guess": (1, 1, 1)}[counted_by]
+    assert record.output_tokens == (None if counted_by == "guess" else 8)
+
+
+def test_as_many_chunks_as_the_usage_has_tokens_are_a_token_each() -> None:
+    with serving(takes=("include_usage",)) as server:
+        assert one(server.url, ask(0, 8)).counted_by == "events"
 
 
 def test_token_ids_are_sent_where_they_are_taken_and_text_where_not() -> None:
