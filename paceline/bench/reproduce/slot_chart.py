@@ -25,7 +25,7 @@ class SlotChart:
     num_slots: int
     strips: list[list[int | None]] = field(default_factory=list)    # [slot][step]
     prefills: set[tuple[int, int]] = field(default_factory=set)     # (slot, step)
-    pauses: set[tuple[int, int]] = field(default_factory=set)       # a request has the slot, but no row in the step
+    pauses: dict[tuple[int, int], int] = field(default_factory=dict)    # the slot is a request's, which has no row
     num_idle_while_waiting: int = 0                                 # slot-steps in which a request waited
     num_decode_steps: int = 0                                       # steps in which no prompt ran
     num_idle_in_decode: int = 0                                     # slot-steps of those
@@ -45,7 +45,8 @@ class SlotChart:
             if len(row.token_ids) > 1:
                 self.prefills.add((slot, self._num_steps))
         with_row = {row.request_id for row in plan.rows}
-        self.pauses |= {(slot, self._num_steps) for one, slot in self._slots.items() if one not in with_row}
+        self.pauses |= {(slot, self._num_steps): self._numbers[one] for one, slot in self._slots.items()
+                        if one not in with_row}
         if plan.num_waiting:
             self.num_idle_while_waiting += plan.num_idle_slots
         if all(len(row.token_ids) == 1 for row in plan.rows):
@@ -79,6 +80,7 @@ class SlotChart:
         return MARKS[(number - 1) % len(MARKS)]
 
     def svg(self, title: str) -> str:
+        """The same: a prompt's pass is pale, a slot whose request pauses has its colour as a border."""
         width, height = LEFT + CELL * self._num_steps + GAP, TOP + CELL * self.num_slots + 24
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
@@ -89,20 +91,18 @@ class SlotChart:
         for slot, strip in enumerate(self.strips):
             y = TOP + CELL * slot
             parts.append(f'<text x="{GAP}" y="{y + 17}">slot {slot + 1}</text>')
-            parts += [_cell(number, LEFT + CELL * step, y, (slot, step) in self.prefills)
-                      for step, number in enumerate(strip)]
+            parts += [self._cell(slot, step, LEFT + CELL * step, y) for step in range(len(strip))]
         parts += [f'<text x="{LEFT + CELL * step}" y="{height - 8}">{step}</text>'
                   for step in range(0, self._num_steps, 5)]
         return "\n".join([*parts, "</svg>", ""])
 
-
-def _cell(number: int | None, x: int, y: int, is_prefill: bool) -> str:
-    size = CELL - GAP
-    if number is None:
-        return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" class="idle"/>'
-    ink = INKS[(number - 1) % len(INKS)]
-    style = ' class="p"' if is_prefill else ""
-    return (f'<rect x="{x}" y="{y}" width="{size}" height="{size}" fill="{ink}"{style}/>'
-            f'<text class="in" x="{x + size / 2}" y="{y + 16}" text-anchor="middle">{number}</text>')
-
-
+    def _cell(self, slot: int, step: int, x: int, y: int) -> str:
+        size, number = CELL - GAP, self.strips[slot][step]
+        place = f'x="{x}" y="{y}" width="{size}" height="{size}"'
+        if number is None:
+            holder = self.pauses.get((slot, step))
+            stroke = "" if holder is None else f' stroke="{INKS[(holder - 1) % len(INKS)]}" stroke-width="2"'
+            return f'<rect {place} class="idle"{stroke}/>'
+        style = ' class="p"' if (slot, step) in self.prefills else ""
+        return (f'<rect {place} fill="{INKS[(number - 1) % len(INKS)]}"{style}/>'
+                f'<text class="in" x="{x + size / 2}" y="{y + 16}" text-anchor="middle">{number}</text>')
