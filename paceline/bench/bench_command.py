@@ -153,12 +153,12 @@ def _command_line(arguments: argparse.Namespace) -> list[str]:
 
 
 def _tell(facts: dict[str, Any], arguments: argparse.Namespace) -> int:
-    from .bench_files import found_rate_text, table
+    from .bench_files import found_rate_text, headline, table
 
     if arguments.json:
         put(json.dumps(facts))
     else:
-        put(table(facts["cells"]) + found_rate_text(facts["found_rate"]))
+        put(headline(facts) + "\n\n" + table(facts["cells"]) + found_rate_text(facts["found_rate"]))
     if facts["is_interrupted"]:
         return 130
     return 0 if all(one["requests"]["ok"] for cell in facts["cells"] for one in cell["repeats"]) else 1

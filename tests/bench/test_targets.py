@@ -243,9 +243,11 @@ def test_what_is_no_url_is_refused(url: str) -> None:
 
 
 def test_a_url_may_be_a_server_or_a_route() -> None:
-    assert split_url("http://a:1/") == split_url("http://a:1/v1") == ("http://a:1", None)
-    assert split_url("http://a:1/v1/chat/completions") == ("http://a:1", "chat")
-    assert split_url("https://a/x/generate_stream") == ("https://a/x", "tgi")
+    assert split_url("http://a:1/") == split_url("http://a:1/v1") == ("http://a:1", "http://a:1/v1", None)
+    assert split_url("http://a:1/v1/chat/completions") == ("http://a:1", "http://a:1/v1", "chat")
+    assert split_url("http://a:1/v3/completions") == ("http://a:1", "http://a:1/v3", "completions")
+    assert split_url("https://a/x/completions") == ("https://a/x", "https://a/x", "completions")
+    assert split_url("https://a/x/generate_stream")[::2] == ("https://a/x", "tgi")
     with pytest.raises(ConfigError, match="does not go with"):
         HttpTarget("http://a/generate_stream", HttpOptions(protocol="chat"))
 
