@@ -1,6 +1,6 @@
-"""The command line: paceline serve | generate | info | journal | replay | bench | reproduce. Flags come from the knobs of
-config.py; `--json` prints one JSON object on standard output and everything else goes to standard error. Exit status: 0
-done, 1 the run failed, 2 the caller's mistake."""
+"""The command line: paceline serve | generate | info | journal | replay | bench | reproduce. Flags come from the knobs
+of config.py; `--json` prints one JSON object on standard output and everything else goes to standard error. Exit
+status: 0 done, 1 the run failed, 2 the caller's mistake."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ the hardware, measured on the one at hand; K, of kernels or of a vendor's code, 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -65,6 +65,10 @@ def columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) if index < 2 else cell.rjust(width)
                       for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
             for row in [titles, *rows]]
+
+
+def machine_text(facts: Mapping[str, Any]) -> str:
+    return "Measured on: " + ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def shown(value: Figure) -> str:

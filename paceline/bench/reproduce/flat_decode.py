@@ -18,9 +18,10 @@ from ...engine.messages import Submit
 from ...errors import ConfigError
 from ...presets import engine_config
 from ...request import SamplingParams
+from ..machine_facts import machine_facts
 from ..metrics import statistics
 from ..workload import WorkloadSpec, requests_of
-from .claims import Claim, Reproduction, columns
+from .claims import Claim, Reproduction, columns, machine_text
 from .met import Met
 
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -49,9 +50,9 @@ def reproduce(make_llm: MakeLLM, model: str = "smollm2", batches: Sequence[int] 
         for batch in batches:
             runs.append(_measure(llm, batch, num_steps))
             tell(f"batch {batch}: {runs[-1]['step_ms']:.2f} ms a step")
-        facts = {"model": model, "fingerprint": llm.model.fingerprint}
+        facts: dict[str, Any] = {"model": model, "fingerprint": llm.model.fingerprint, "machine": machine_facts()}
     return Reproduction(name="flat-decode", claims=_claims(runs), runs=[facts | run for run in runs],
-                        text=[_table(runs)])
+                        text=[_table(runs), machine_text(facts["machine"])])
 
 
 def _num_output_tokens(batch: int, num_steps: int, budget: int) -> int:

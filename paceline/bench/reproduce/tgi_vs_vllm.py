@@ -21,10 +21,11 @@ from ...presets import engine_config
 from ...request import SamplingParams
 from ...sim.cost_model import fitted
 from ...sim.run import run_closed_loop
+from ..machine_facts import machine_facts
 from ..metrics import CellFacts, summarise
 from ..records import Asked, RequestRecord
 from ..workload import WorkloadSpec, requests_of
-from .claims import Claim, Reproduction, columns
+from .claims import Claim, Reproduction, columns, machine_text
 from .histogram import histogram
 from .lab import Cell, Lab
 from .met import Met, Refusals
@@ -105,8 +106,9 @@ def reproduce(lab: Lab, make_llm: MakeLLM, plan: Plan, tell: Tell = lambda line:
         if on_server is not None:
             ran += [on_server(plan, url, concurrency, tell) for url in plan.servers[:: 1 if turn % 2 == 0 else -1]]
     facts = [one.facts() for one in ran]
+    machines = [machine_text(one["machine"]) for one in facts if "machine" in one][:1]
     return Reproduction(name="tgi-vs-vllm", claims=_claims(facts, plan), runs=facts,
-                        text=[_table(facts), *_histograms(ran)])
+                        text=[_table(facts), *_histograms(ran), *machines])
 
 
 def cell_name(place: str, contestant: str, concurrency: int) -> str:
@@ -147,7 +149,7 @@ def engine(make_llm: MakeLLM, plan: Plan, model: str, preset: str, concurrency: 
         "preemptions": after.num_preemptions - before.num_preemptions,
         "recomputed_tokens": after.num_recomputed_tokens - before.num_recomputed_tokens,
         "refusals": dict(refusals.steps), "steps": after.num_steps - before.num_steps,
-        "warm_up_requests": len(warm_up), "fingerprint": llm.model.fingerprint,
+        "warm_up_requests": len(warm_up), "fingerprint": llm.model.fingerprint, "machine": machine_facts(),
         "step_time": list(after.step_time.coefficients)})
 
 
