@@ -25,11 +25,12 @@ AddFlags: TypeAlias = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name: what it shows, how it runs, and the flags it has beside --json and --output."""
+    """One name: what it shows, how it runs, and the flags it has beside --json and, where it simulates, --output."""
 
     help: str
     run: Run
     add_flags: AddFlags = lambda command: None
+    is_simulated: bool = True
 
 
 def add(commands: Any) -> None:
@@ -41,8 +42,9 @@ def add(commands: Any) -> None:
         command = plain_command(names, name, _reproduce, entry.help)
         command.set_defaults(name=name)
         command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.add_argument("--output", metavar="DIR", help="folder for journals of the runs (see `paceline replay`) "
-                             "and pictures; made if it is not there (default: none are written)")
+        if entry.is_simulated:
+            command.add_argument("--output", metavar="DIR", help="folder for journals of the runs in virtual time (see "
+                                 "`paceline replay`) and pictures; made if it is not there (default: none are written)")
         entry.add_flags(command)
 
 
@@ -56,7 +58,8 @@ def _reproduce(arguments: argparse.Namespace) -> int:
     from ..build import build_scheduler
     from .reproduce.lab import Lab, made_output
 
-    found = ENTRIES[arguments.name].run(arguments, Lab(build_scheduler, made_output(arguments.output)))
+    lab = Lab(build_scheduler, made_output(getattr(arguments, "output", None)))
+    found = ENTRIES[arguments.name].run(arguments, lab)
     put(json.dumps(found.as_dict()) if arguments.json else found.table())
     return 0
 
@@ -196,7 +199,7 @@ ENTRIES: dict[str, Entry] = {
     "drain": Entry("2.91x and 3.86x by refilling slots, 91 % idle: which lengths and slots give them", _drain,
                    _add_drain),
     "flat-decode": Entry("step time against batch on a real model, where it stops being flat", _flat_decode,
-                         _add_flat_decode),
+                         _add_flat_decode, is_simulated=False),
     "kv-waste": Entry("what reserved KV memory wastes, against blocks of 16", _kv_waste, _add_kv_waste),
     "tgi-vs-vllm": Entry("two regimes on one load and a small KV budget: requests a second and latency", _tgi_vs_vllm,
                          _add_tgi_vs_vllm),

@@ -63,6 +63,13 @@ def test_journals_and_pictures_lie_in_the_folder_and_replay(tmp_path: Path, caps
     assert capsys.readouterr().out.startswith("identical: 21 steps of 8 requests")
 
 
+def test_cells_that_run_in_processes_of_their_own_write_their_journals_too(tmp_path: Path, capsys: Any) -> None:
+    run("azure", "--trace", "azure-code-2023", "--slots", "4", "--requests", "8", "--output", str(tmp_path),
+        capsys=capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "azure-code-2023-4-continuous.jsonl.gz", "azure-code-2023-4-static.jsonl.gz"]
+
+
 @pytest.mark.parametrize("argv, said", [
     (("azure", "--requests", "10"), "requests=10 do not fill 32 slots"),
     (("drain", "--requests", "31"), "requests=31 do not fill 32 slots"),
@@ -73,6 +80,7 @@ def test_journals_and_pictures_lie_in_the_folder_and_replay(tmp_path: Path, caps
     (("flat-decode", "--batches", "2"), "1 is needed"),
     (("tgi-vs-vllm", "--num-kv-blocks", "159"), "num_kv_blocks=159"),
     (("toy", "--slots", "4"), "--slots"),
+    (("flat-decode", "--output", "results"), "--output"),
     (("toy", "--output", "/dev/null/folder"), "output /dev/null/folder"),
 ])
 def test_a_mistake_is_told_in_one_line_with_exit_status_2(argv: tuple[str, ...], said: str, capsys: Any) -> None:
