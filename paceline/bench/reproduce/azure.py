@@ -47,8 +47,8 @@ def reproduce(lab: Lab, traces: Sequence[str] = tuple(PACKAGED), slots: Sequence
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(run, lab, *key, num_requests): key for key in keys}
         for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            tell("{}, {} slots, {}: done".format(*futures[future]))
+            facts = found[futures[future]] = future.result()
+            tell("{}, {} slots, {}: ".format(*futures[future]) + f"{facts['steps']:,} steps")
     claims = [claim for trace in traces for num_slots in slots
               for claim in claims_of(trace, num_slots, *(found[trace, num_slots, regime] for regime in REGIMES))]
     return Reproduction(name="azure", claims=claims, runs=[found[key] for key in keys], text=[ATTRIBUTION])
