@@ -127,8 +127,10 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, fil
     from .bench_run import Bench, interruptible
     from .progress import Progress
     from .request_file import write_requests
+    from .self_test import ceiling
 
     progress = Progress(sys.stderr)
+    own = {"client_ceiling": await ceiling()} if arguments.self_test else {}
     async with opened() as target:
         load.fitted(target)
         plan = load.plan()
@@ -144,7 +146,7 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, fil
 
         bench = Bench(target, plan, progress, on_cell)
         result = await interruptible(load.run(bench), bench)
-        return {"target": {"name": target.name, **target.about()}, **load.about(), **result.about()}
+        return {"target": {"name": target.name, **target.about()}, **load.about(), **own, **result.about()}
 
 
 def _command_line(arguments: argparse.Namespace) -> list[str]:

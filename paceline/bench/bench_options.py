@@ -24,6 +24,7 @@ from .workload import WORKLOADS, WorkloadSpec, draft
 
 def http_options(arguments: argparse.Namespace, api_key: str | None) -> HttpOptions:
     told = given(arguments, HTTP_FLAGS)
+    told.pop("self_test", None)
     if "model_name" in told:
         told["model"] = told.pop("model_name")
     return HttpOptions(**{"api_key": api_key} | told)

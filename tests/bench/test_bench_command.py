@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import self_test
 from paceline.bench.arrivals import PROCESSES
 from paceline.bench.bench_files import read_records
 from paceline.bench.bench_run import bisect
@@ -170,6 +171,13 @@ def test_shared_prefixes_hit_the_engine_s_cache_within_a_cell_only(model: str, c
                      "2", "--warm-up", "0", *ENGINE, capsys=capsys)
     hits = [one["cache_hit_rate"]["value"] for one in facts["cells"][0]["repeats"]]
     assert hits == [3 * 64 / (4 * 72)] * 2    # the first of each round finds nothing
+
+
+def test_the_client_can_tell_its_own_ceiling(server: FakeServer, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(self_test, "NUM_REQUESTS", 4)
+    monkeypatch.setattr(self_test, "NUM_TOKENS", 7)
+    status, out, _ = bench(server.url, *SHORT, "--requests", "1", "--self-test", capsys=capsys)
+    assert status == 0 and re.search(r"client: reads at least [1-9]\d* tokens/s here", out)
 
 
 # ---- the highest rate
