@@ -51,6 +51,7 @@ class BenchPlan:
     is_salted: bool = True                   # requests of a file get a salt in front
     cells: Sequence[Cell]
     repeats: int = 1
+    ramp_in_seconds: float | None = None
     warm_up: int | None = None               # requests before each cell; None: as many as run at once
     slos: Mapping[str | None, Slo] = field(default_factory=dict)
     beside: Sequence[str] = ()               # other tools in whose words the figures are told as well
@@ -84,7 +85,7 @@ class BenchPlan:
         if count is None:
             count = cell.concurrency or WARM_UP_OF_AN_OPEN_LOOP
         return CellPlan(name=place, arrivals=cell.arrivals, concurrency=cell.concurrency, seed=self.workload.seed,
-                        warm_up=self._warm_up(count, place))
+                        ramp_in_seconds=self.ramp_in_seconds, warm_up=self._warm_up(count, place))
 
     def _warm_up(self, count: int, place: str) -> list[Asked]:
         """Requests of the same shape with other words, as often as needed. None waits for another: as many as run at

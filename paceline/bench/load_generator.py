@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from .slo import Slo
 from .targets import Target, grown
 
 LAG_TICK_SECONDS = 0.005
+START_GAP_SECONDS = 0.001
 Watcher = Callable[["Run"], None]
 Clock = Callable[[], float]            # monotonic, seconds
 
@@ -39,6 +41,7 @@ class CellPlan:
     arrivals: Arrivals = field(default_factory=Arrivals)
     concurrency: int | None = None
     seed: int = 0
+    ramp_in_seconds: float | None = None    # in which the clients of a closed loop start; None: 1 ms a client
     warm_up: Sequence[Asked] = ()      # sent before, as many at once as the cell allows, and all awaited
 
     def __post_init__(self) -> None:
@@ -46,6 +49,16 @@ class CellPlan:
             raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.arrivals.is_closed and self.concurrency is None:
             raise ConfigError("a closed loop needs concurrency, its number of clients")
+        if self.ramp_in_seconds is not None and not 0 <= self.ramp_in_seconds < math.inf:
+            raise ConfigError(f"ramp_in must be at least 0 seconds, got {self.ramp_in_seconds}")
+        if self.ramp_in_seconds is not None and not self.arrivals.is_closed:
+            raise ConfigError(f"ramp_in has no effect on arrivals {self.arrivals.kind}; it goes with closed")
+
+    def starts(self, num_clients: int) -> list[float]:
+        """When each client of a closed loop begins. Not all at once: sending one request takes a client a part of a
+        millisecond, and a crowd that starts as one stays in step for long."""
+        ramp = START_GAP_SECONDS * num_clients if self.ramp_in_seconds is None else self.ramp_in_seconds
+        return [ramp * number / num_clients for number in range(num_clients)]
 
 
 @dataclass(kw_only=True)
@@ -176,14 +189,14 @@ class Run:
     async def _closed_loop(self, threads: Sequence[Sequence[Asked]], num_clients: int) -> None:
         """Each client takes the next thread when it has ended the one before."""
         waiting = iter(threads)
-        start = self.now()
+        begin = self.now()
 
-        async def client() -> None:
-            free_at = start
+        async def client(free_at: float) -> None:
+            await self._sleep_until(free_at)
             for thread in waiting:
                 free_at = await self._follow(thread, free_at)
 
-        await _together([client() for _ in range(min(num_clients, len(threads)))])
+        await _together([client(begin + start) for start in self.plan.starts(min(num_clients, len(threads)))])
 
     async def _open_loop(self) -> None:
         start = self._start = self.now()
