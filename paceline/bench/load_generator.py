@@ -72,7 +72,8 @@ class CellResult:
     grown: dict[str, int]
     zero: float                        # what the clock said at the start of the cell
     num_not_sent: int = 0
-    is_interrupted: bool = False
+    is_interrupted: bool = False       # by Ctrl-C and the like
+    is_stopped: bool = False           # by its watcher, since it had seen enough
 
     def facts(self, slos: Mapping[str | None, Slo] | None = None, definitions: str = "ours") -> CellFacts:
         """For metrics.summarise."""
@@ -87,9 +88,10 @@ class CellResult:
 
 async def run_cell(target: Target, requests: Sequence[Asked], plan: CellPlan, watch: Watcher | None = None,
                    clock: Clock = time.perf_counter) -> CellResult:
-    """Runs the warm-up and then the requests. `watch` is called after each request with the run so far. Cancelled (as
-    by Ctrl-C), it gives back what there is, marked. Raises ConfigError before anything is sent for requests that the
-    target cannot take. The clock is not the event loop's own, which uvloop rounds to milliseconds."""
+    """Runs the warm-up and then the requests. `watch` is called after each request with the run so far, which it may
+    stop. Cancelled (as by Ctrl-C), it gives back what there is, marked. Raises ConfigError before anything is sent for
+    requests that the target cannot take. The clock is not the event loop's own, which uvloop rounds to milliseconds.
+    """
     run = Run(target, requests, plan, watch, clock)
     try:
         await run.warm_up()
@@ -122,7 +124,8 @@ class Run:
         self.num_under_way = 0
         self.num_tokens = 0
         self.is_warming_up = True
-        self.is_interrupted = False
+        self.is_interrupted = self.is_stopped = False
+        self._work: asyncio.Future[None] | None = None
         self.grown: dict[str, int] = {}
         self.num_requests = len(requests)
         self._target = target
@@ -168,23 +171,36 @@ class Run:
         self._measure_start, busy = self.now(), time.thread_time()
         with _quiet_collector():
             lag = asyncio.ensure_future(self._watch_lag())
+            self._work = asyncio.ensure_future(self._load())
             try:
-                if self.plan.arrivals.is_closed:
-                    assert self.plan.concurrency is not None
-                    await self._closed_loop(self._threads, self.plan.concurrency)
-                else:
-                    await self._open_loop()
+                await self._work
+            except asyncio.CancelledError:
+                if not self.is_stopped:
+                    raise
             finally:
                 lag.cancel()
                 if self.measured_seconds > 0:
                     self._core_share = (time.thread_time() - busy) / self.measured_seconds
+
+    def stop(self) -> None:
+        """Ends the measurement early: what is under way is cut, and the rest not sent."""
+        self.is_stopped = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _load(self) -> None:
+        if self.plan.arrivals.is_closed:
+            assert self.plan.concurrency is not None
+            await self._closed_loop(self._threads, self.plan.concurrency)
+        else:
+            await self._open_loop()
 
     def result(self) -> CellResult:
         num_recorded = sum(not record.is_warm_up for record in self.records)
         return CellResult(
             plan=self.plan, records=self.records, loop_lags=self._lags, loop_core_share=self._core_share,
             grown=self.grown, zero=self._zero, num_not_sent=self.num_requests - num_recorded,
-            is_interrupted=self.is_interrupted)
+            is_interrupted=self.is_interrupted, is_stopped=self.is_stopped)
 
     async def _closed_loop(self, threads: Sequence[Sequence[Asked]], num_clients: int) -> None:
         """Each client takes the next thread when it has ended the one before."""
@@ -235,8 +251,10 @@ class Run:
             call.fail("cut", f"the run was interrupted after {len(call.chunk_times)} chunks of this answer")
             raise
         finally:
+            if call.ended_at is None:
+                call.ended_at = self.now()
             self.num_under_way -= 1
-            self._cap.leave(self.now() if call.ended_at is None else call.ended_at)
+            self._cap.leave(call.ended_at)
 
     def _note(self, asked: Asked, call: Call) -> None:
         ended_at = self.now() if call.ended_at is None else call.ended_at

@@ -196,6 +196,17 @@ def test_the_watcher_sees_every_end() -> None:
     assert [count for count, _ in seen] == [1, 2, 3, 4] and all(under_way <= 2 for _, under_way in seen)
 
 
+def test_a_watcher_that_has_seen_enough_stops_the_cell() -> None:
+    def watch(run: Run) -> None:
+        if len(run.records) == 3:
+            run.stop()
+
+    result, _ = measured(asks(9), clients(2), watch, first_seconds=1.0, gap_seconds=0.0)
+    assert result.is_stopped and not result.is_interrupted and result.num_not_sent == 3
+    assert [record.status for record in result.records] == ["ok", "ok", "ok", "ok", "cut", "cut"]
+    assert [record.ended_at for record in result.records] == exactly([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+
+
 @pytest.mark.parametrize(("ramp_in", "starts"), [(None, [0.0, 0.001, 0.002]), (6.0, [0.0, 2.0, 4.0])])
 def test_the_clients_of_a_closed_loop_do_not_start_as_one(ramp_in: float | None, starts: list[float]) -> None:
     result, target = measured(asks(3), clients(3, ramp_in_seconds=ramp_in), first_seconds=9.0, gap_seconds=0.0)
