@@ -56,15 +56,21 @@ def _bench(arguments: argparse.Namespace) -> int:
     load = Load(arguments)
     opened = _server(arguments) if "://" in arguments.target else _engine(arguments)
     files = None if arguments.output is None else ResultFiles(arguments.output)
-    import uvloop
-
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         facts = runner.run(_measure(opened, load, arguments, files))
     facts = {"paceline": __version__, "started_at": started_at, "command": _command_line(arguments)} | facts
     if files is not None:
         files.finish(facts)
     return _tell(facts, arguments)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:    # Windows
+        return None
+    return uvloop.new_event_loop
 
 
 def _core(arguments: argparse.Namespace) -> int:
@@ -127,8 +133,10 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, fil
     from .bench_run import Bench, interruptible
     from .progress import Progress
     from .request_file import write_requests
+    from .self_test import ceiling
 
     progress = Progress(sys.stderr)
+    own = {"client_ceiling": await ceiling()} if arguments.self_test else {}
     async with opened() as target:
         load.fitted(target)
         plan = load.plan()
@@ -144,7 +152,7 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, fil
 
         bench = Bench(target, plan, progress, on_cell)
         result = await interruptible(load.run(bench), bench)
-        return {"target": {"name": target.name, **target.about()}, **load.about(), **result.about()}
+        return {"target": {"name": target.name, **target.about()}, **load.about(), **own, **result.about()}
 
 
 def _command_line(arguments: argparse.Namespace) -> list[str]:

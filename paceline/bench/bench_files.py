@@ -94,6 +94,9 @@ def headline(facts: Mapping[str, Any]) -> str:
                      f"salt {load['salt']}, {', '.join(told)}")
     if cut := load["prompts_cut_to_context"]:
         lines.append(f"  {cut} prompts were cut to a context of {load['max_context']} tokens")
+    if (limit := facts.get("client_ceiling")) is not None:
+        lines.append(f"client: reads at least {limit['output_tokens_per_second']:.0f} tokens/s here, with "
+                     f"{limit['core_share']:.0%} of a core: {limit['definition']}")
     lines += [load["attribution"]] if "attribution" in load else []
     return "\n".join(lines)
 

@@ -48,6 +48,7 @@ RUN_FLAGS: tuple[Flag, ...] = (
     ("steps", str, "R:S,R:S,...", "rates and how many seconds each lasts, for steps"),
     ("ramp", str, "R:R:S", "rate at first, at last, and the seconds between, for ramp"),
     ("time_scale", float, "F", "on recorded arrival times; 0.5 is twice as fast"),
+    ("ramp_in", float, "S", "seconds within which the clients of a closed loop start (default: 1 ms a client)"),
     ("repeats", int, "N", "rounds over all cells, for intervals (default: 1)"),
     ("warm_up", int, "N", "requests before each cell that enter no figure (default: as many as run at once)"),
     ("definitions", str, "NAME,...", "tell the figures in another tool's words beside ours: "
@@ -62,6 +63,7 @@ HTTP_FLAGS: tuple[Flag, ...] = (
     ("api_key", str, "KEY", "key for the server"),
     ("timeout_seconds", float, "S", "for a whole answer (default: 600)"),
     ("keep_alive", None, "", "reuse connections; some servers close theirs unsaid, and requests then fail"),
+    ("self_test", None, "", "first measure what this client can read here, from a server that answers at once"),
 )
 OUTPUT_FLAGS: tuple[Flag, ...] = (
     ("save_requests", str, "FILE", "write the first cell's requests, for asking other targets the same"),

@@ -1,10 +1,14 @@
 """A server with known delays, faults and manners, on a real socket in a thread of its own. It writes down when it sent
-what, on the same monotonic clock as its clients."""
+what, on the same monotonic clock as its clients.
+
+  python -m tests.bench.fake_server 0.2 0.02    # by itself: seconds to the first token, and between tokens
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +25,8 @@ EXTENSIONS = ("continuous_usage_stats", "return_token_ids", "min_tokens", "ignor
 @dataclass(kw_only=True)
 class Script:
     """How one request is answered. `ends`: done, drop (the connection breaks off after num_chunks), no-done, error (an
-    event that tells one), garbage (an event that is no JSON), or hold (nothing more until released)."""
+    event that tells one), garbage (an event that is no JSON), hold (nothing more until released), or open (the answer
+    is whole, and the body does not end)."""
 
     status: int = 200
     says: str = "as the script has it"
@@ -178,8 +183,10 @@ class FakeServer:
                 await response.write(b'data: {"error": {"message": "the step failed"}}\n\n')
             case "garbage":
                 await response.write(b"data: {nonsense\n\n")
-            case "done":
+            case "done" | "open":
                 await response.write(chunks.ending())
+                if script.ends == "open":
+                    await self._released.wait()
 
 
 class Chunks:
@@ -230,3 +237,11 @@ def serving(script: ScriptOf | None = None, **manners: Any) -> Iterator[FakeServ
         yield server
     finally:
         server.stop()
+
+
+if __name__ == "__main__":
+    first, gap = map(float, sys.argv[1:])
+    with serving(lambda body: Script(first_seconds=first, gap_seconds=gap)) as by_itself:
+        print(by_itself.url, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()

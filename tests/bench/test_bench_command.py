@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import self_test
 from paceline.bench.arrivals import PROCESSES
-from paceline.bench.bench_files import read_records
+from paceline.bench.bench_files import found_rate_text, read_records
 from paceline.bench.bench_run import bisect
 from paceline.bench.dialects import DIALECTS
 from paceline.bench.measures import DEFINITIONS
@@ -164,12 +165,40 @@ def test_an_engine_of_this_package_is_measured_without_http(model: str, capsys: 
     assert facts["target"]["preset"] == "tgi" and facts["target"]["config"]["cache"]["num_kv_blocks"] == 64
 
 
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_an_engine_takes_words_as_well_as_ids(form: str, model: str, capsys: Any) -> None:
+    facts = facts_of(model, *SHORT, "--requests", "2", "--prompts", form, *ENGINE, capsys=capsys)
+    lengths = facts["cells"][0]["repeats"][0]["lengths"]
+    assert lengths["prompt_achieved_mean"] > lengths["prompt_asked_mean"] == 6    # words of a small vocabulary's pieces
+
+
+def test_an_engine_s_full_queue_refuses_and_the_refusals_are_told(model: str, capsys: Any) -> None:
+    facts = facts_of(model, *SHORT, "--requests", "6", "--arrivals", "burst", "--warm-up", "0", "--max-queue", "2",
+                     *ENGINE, capsys=capsys)
+    told = facts["cells"][0]["repeats"][0]["requests"]
+    assert (told["ok"], told["errors"]["refused"]["count"]) == (2, 4)
+
+
+def test_a_request_beyond_the_engine_s_limit_is_told_before_anything_runs(
+        model: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "long.jsonl").write_text('{"prompt_token_ids": [40], "num_output_tokens": 500}')
+    status, out, err = bench(model, "--requests-file", str(tmp_path / "long.jsonl"), *ENGINE, capsys=capsys)
+    assert (status, out) == (2, "") and "line-1: 509 tokens of prompt and output; the limit here is 128" in err
+
+
 def test_shared_prefixes_hit_the_engine_s_cache_within_a_cell_only(model: str, capsys: Any) -> None:
     facts = facts_of(model, "--workload", "shared-prefix", "--prefix-tokens", "64", "--prompt-tokens", "8",
                      "--output-tokens", "2", "--fan-out", "4", "--requests", "4", "--concurrency", "1", "--repeats",
                      "2", "--warm-up", "0", *ENGINE, capsys=capsys)
     hits = [one["cache_hit_rate"]["value"] for one in facts["cells"][0]["repeats"]]
     assert hits == [3 * 64 / (4 * 72)] * 2    # the first of each round finds nothing
+
+
+def test_the_client_can_tell_its_own_ceiling(server: FakeServer, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(self_test, "NUM_REQUESTS", 4)
+    monkeypatch.setattr(self_test, "NUM_TOKENS", 7)
+    status, out, _ = bench(server.url, *SHORT, "--requests", "1", "--self-test", capsys=capsys)
+    assert status == 0 and re.search(r"client: reads at least [1-9]\d* tokens/s here", out)
 
 
 # ---- the highest rate
@@ -192,11 +221,15 @@ def test_a_target_that_keeps_its_limits_at_no_rate_is_told_so() -> None:
     assert found["rate"] is None and found["fails_at"] < 0.01
 
 
-def test_the_command_searches_and_shows_its_probes(capsys: Any) -> None:
+def test_the_command_searches_shows_its_probes_and_stops_those_that_are_lost(capsys: Any) -> None:
     with serving(lambda body: Script()) as quick:
-        status, out, _ = bench(quick.url, *SHORT, "--requests", "4", "--find-rate", "40000", "--slo", "e2e=0.000001",
-                               capsys=capsys)
-    assert status == 0 and "highest sustained rate: none was sustained; fails at" in out and "bisection" in out
+        status, out, _ = bench(quick.url, *SHORT, "--requests", "40", "--find-rate", "40000", "--slo", "e2e=0.000001",
+                               "--warm-up", "0", "--json", capsys=capsys)
+    facts = json.loads(out)
+    assert status == 0 and facts["found_rate"]["rate"] is None and "bisection" in facts["found_rate"]["definition"]
+    assert "none was sustained; fails at" in found_rate_text(facts["found_rate"])
+    last = facts["cells"][-1]["repeats"][0]
+    assert last["is_stopped"] and last["not_sent"] > 0 and last["goodput"]["share"] == 0.0
 
 
 # ---- what it needs, and what its page says
@@ -231,7 +264,8 @@ def test_the_page_tells_the_lengths_that_the_workloads_have() -> None:
     (("--rate", "1,1"), "rate='1,1'"), (("--arrivals", "rain"), "rain.*poisson"), (("--arrivals", "poisson"), "rate"),
     (("--slo", "speed=1"), "slo"), (("--slo", "chat:ttft=1"), "no request is of class 'chat'"),
     (("--definitions", "mine"), "definitions='mine'"), (("--repeats", "0"), "repeats"),
-    (("--warm-up", "-1"), "warm_up"),
+    (("--warm-up", "-1"), "warm_up"), (("--ramp-in", "-1"), "ramp_in"),
+    (("--rate", "1", "--ramp-in", "1"), "ramp_in has no effect"),
     (("--find-rate", "1"), "needs slo"), (("--attainment", "0.5"), "attainment has no effect"),
     (("--requests-file", "/nowhere"), "/nowhere"), (("--no-salt",), "requests_file"), (("--preset", "vllm"), "preset"),
     (("--num-kv-blocks", "8"), "num_kv_blocks has no effect"), (("--protocol", "smoke"), "smoke"),
