@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import queue
 import threading
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import orjson
 
@@ -18,6 +20,7 @@ from .journal_lines import Line
 MAX_PENDING_LINES = 20_000      # some 60 MB at 32 rows a step: a disk that is so far behind will not catch up
 GATHER_SECONDS = 0.1            # lines that come within it are written together
 CLOSE_SECONDS = 10.0            # for the last lines
+GZIP_MAGIC = b"\x1f\x8b"
 EVENTS = {"header", "add", "refuse", "fork", "abort", "expire", "switch", "step", "lost"}
 
 
@@ -100,22 +103,31 @@ class LineFile:
 
 
 def read_journal(path: str | Path) -> Iterator[tuple[int, Line]]:
-    """(line number from 1, line) of a journal, the header first.
+    """(line number from 1, line) of a journal, gzipped or not, the header first.
 
     A last line without its newline is where the engine died or the disk was full: the journal ends before it. Anything
     else that cannot be read raises JournalError with the line's number; a file that cannot be opened, ConfigError.
     """
     try:
-        with open(path, "rb") as file:
-            number, content = 0, b""
+        number, content = 0, b""
+        with opened(path) as file, suppress(EOFError):    # a gzipped one that ends early ends like a plain one
             for number, content in enumerate(file, start=1):
                 if not content.endswith(b"\n"):
                     break
                 yield number, _parsed(path, number, content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except zlib.error as error:
+        raise JournalError(f"{path}: {error}") from error
     if number <= 1 and not content.endswith(b"\n"):
         raise JournalError(f"{path}: holds no whole line, no journal")
+
+
+def opened(path: str | Path) -> BinaryIO:
+    """A journal as it was before it was compressed, if it was."""
+    with open(path, "rb") as file:
+        is_gzipped = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    return cast(BinaryIO, gzip.open(path)) if is_gzipped else open(path, "rb")
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
 
 from paceline.engine import journal_file
-from paceline.engine.journal_file import JournalDropped, LineFile
+from paceline.engine.journal_file import JournalDropped, JournalError, LineFile, read_journal
 from paceline.errors import ConfigError
 
 
@@ -54,3 +56,27 @@ def test_a_disk_that_hangs_does_not_stop_the_engine(tmp_path: Path, monkeypatch)
 def test_a_path_that_cannot_be_written_is_a_callers_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         LineFile(str(tmp_path))
+
+
+HEADER = b'{"event":"header","version":1}\n'
+
+
+def test_a_gzipped_journal_reads_like_a_plain_one(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(HEADER + b'{"event":"abort"}\n')
+    (tmp_path / "packed").write_bytes(gzip.compress(HEADER + b'{"event":"abort"}\n'))
+    assert list(read_journal(tmp_path / "plain")) == list(read_journal(tmp_path / "packed"))
+
+
+def test_a_gzipped_journal_that_was_cut_ends_before_the_cut(tmp_path: Path) -> None:
+    packer = zlib.compressobj(wbits=31)
+    content = packer.compress(HEADER) + packer.flush(zlib.Z_SYNC_FLUSH)
+    (tmp_path / "cut").write_bytes(content)
+    assert [number for number, _ in read_journal(tmp_path / "cut")] == [1]
+
+
+def test_a_damaged_gzipped_journal_is_told(tmp_path: Path) -> None:
+    packer = zlib.compressobj(wbits=31)
+    content = packer.compress(HEADER) + packer.flush(zlib.Z_SYNC_FLUSH)
+    (tmp_path / "damaged").write_bytes(content + b"\xff" * 40)
+    with pytest.raises(JournalError, match=r"damaged: .*decompressing"):
+        list(read_journal(tmp_path / "damaged"))
