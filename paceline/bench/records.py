@@ -38,6 +38,7 @@ class RequestRecord:
     http_status: int | None = None
     is_warm_up: bool = False
     intended_at: float                         # when the load wanted it sent: queue of the client included from here on
+    released_at: float | None = None           # when the cap on concurrency let it go; the client's own delay follows
     sent_at: float | None = None
     token_times: tuple[float, ...] = ()        # of each chunk that brought tokens
     token_counts: tuple[int, ...] = ()         # tokens in each of these chunks
@@ -46,6 +47,7 @@ class RequestRecord:
     asked_output_tokens: int
     prompt_tokens: int | None = None           # as the server counted
     output_tokens: int | None = None
+    counted_by: str | None = None              # whence token_counts: token_ids | usage | events | spread (a guess)
     cached_tokens: int | None = None
     finish_reason: str | None = None
     preemptions: int | None = None             # where the server tells
