@@ -108,7 +108,7 @@ def lines(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> P
     right = WIDTH - 14 - _widest_label(series)
     x = x_axis.scale([point.x for point in points], left_margin(y_axis, y), right)
     frame = Frame(Scale(x.low, x.high, x.start + 8, x.end - 8, x.is_log), y)
-    parts = [text(4, TOP - 2, y_axis.title, fill="faint"), Frame(x, y).grid(_on(x_axis, frame.x, x), y_axis)]
+    parts = [text(4, TOP - 2, "logarithmic scale", fill="faint") if y_axis.is_log else "", Frame(x, y).grid(_on(x_axis, frame.x, x), y_axis)]
     parts += [_band(one, frame) for one in series]
     parts += [svg.path([(frame.x(p.x), frame.y(p.y)) for p in one.points], stroke=contestant_colour(one.place))
               for one in series if len(one.points) > 1]
@@ -141,7 +141,7 @@ def _band(one: Series, frame: Frame) -> str:
         return ""
     upper = [(frame.x(p.x), frame.y(p.high)) for p in known if p.high is not None]
     lower = [(frame.x(p.x), frame.y(p.low)) for p in reversed(known) if p.low is not None]
-    return svg.area(upper + lower, fill=contestant_colour(one.place), opacity=0.14)
+    return svg.area(upper + lower, fill=contestant_colour(one.place), opacity=0.1)
 
 
 def _whiskers(one: Series, frame: Frame) -> str:
@@ -294,7 +294,7 @@ def _whisker(x: Scale, middle: float, point: Point, shade: str = "ink") -> str:
 def ratios(title: str, groups: Sequence[tuple[str, Sequence[Series]]], axis: Axis) -> Panel:
     """Ratios to a baseline, which is the line at 1, with their intervals; a block of rows a group. points[0].y is the
     ratio. Behind each stands its figure."""
-    width, row, head = 2 * WIDTH, 23.0, 25.0
+    width, row, head = 640.0, 23.0, 25.0
     series = [one for _, group in groups for one in group]
     left = 18 + _widest_label(series)
     height = 10 + sum(head + row * len(group) for _, group in groups) + BOTTOM
@@ -316,10 +316,11 @@ def ratios(title: str, groups: Sequence[tuple[str, Sequence[Series]]], axis: Axi
 
 
 def _ratio_ticks(x: Scale) -> tuple[float, ...]:
-    nice = (0.1, 0.2, 0.33, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-    inside = [value for value in nice if x.low <= value <= x.high]
-    wide = [value for value in inside if value in (0.1, 0.2, 0.33, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)]
-    return tuple(inside if len(inside) <= 9 else wide)
+    for nice in ((0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5), (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0),
+                 (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)):
+        if x.low >= nice[0] * 0.7 and x.high <= nice[-1] * 1.4:
+            break
+    return tuple(value for value in nice if x.low <= value <= x.high)
 
 
 def _ratio_row(one: Series, x: Scale, middle: float, axis: Axis) -> str:

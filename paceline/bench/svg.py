@@ -34,7 +34,7 @@ _NARROW, _WIDE = set("iljtfr.,:;'|!()[] "), set("mwMW@%")
 Attribute = str | float | None
 
 
-def tag(name: str, *children: str, **attributes: Attribute) -> str:
+def tag(name: str, /, *children: str, **attributes: Attribute) -> str:
     """An element. Children are markup already; `_` in an attribute's name stands for `-`, None leaves it out."""
     given = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"'
                     for key, value in attributes.items() if value is not None)

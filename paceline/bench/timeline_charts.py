@@ -10,7 +10,7 @@ from . import svg
 from .charts import HEIGHT, WIDTH, Panel, x_ticks
 from .svg import Axis, Scale, colour, contestant_colour, text, text_width
 
-WIDE = 2 * WIDTH + 16
+WIDE = 980.0
 TIME = Axis("seconds since the first request")
 
 
