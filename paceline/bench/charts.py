@@ -108,7 +108,8 @@ def lines(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> P
     right = WIDTH - 14 - _widest_label(series)
     x = x_axis.scale([point.x for point in points], left_margin(y_axis, y), right)
     frame = Frame(Scale(x.low, x.high, x.start + 8, x.end - 8, x.is_log), y)
-    parts = [text(4, TOP - 2, "logarithmic scale", fill="faint") if y_axis.is_log else "", Frame(x, y).grid(_on(x_axis, frame.x, x), y_axis)]
+    parts = [text(4, TOP - 2, "logarithmic scale", fill="faint")] if y_axis.is_log else []
+    parts.append(Frame(x, y).grid(_on(x_axis, frame.x, x), y_axis))
     parts += [_band(one, frame) for one in series]
     parts += [svg.path([(frame.x(p.x), frame.y(p.y)) for p in one.points], stroke=contestant_colour(one.place))
               for one in series if len(one.points) > 1]

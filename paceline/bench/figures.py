@@ -1,5 +1,5 @@
-"""The figures of a comparison: which charts are drawn of what, with their captions. report.py sets them on a page, png.py
-makes pictures of them."""
+"""The figures of a comparison: which charts are drawn of what, with their captions. report.py sets them on a page,
+png.py makes pictures of them."""
 
 from __future__ import annotations
 
@@ -171,13 +171,14 @@ def _slots_figure(comparison: Comparison, load: Load, seen: Sequence[tuple[Cell,
     for cell, view in seen:
         idle = _idle_share(view)
         title = f"{cell.contestant}{'' if idle is None else f': {svg.percent(idle)} of the slots idle'}"
-        panels.append(timeline_charts.gantt(title, comparison.place(cell.contestant), view.spans, view.num_slots, seconds))
+        place = comparison.place(cell.contestant)
+        panels.append(timeline_charts.gantt(title, place, view.spans, view.num_slots, seconds))
     legend = ((svg.colour("ink"), 0.78, "prefill"), (svg.colour("soft"), 0.7, "decode, a request after another in two "
               "tones"), (svg.colour("held"), 1.0, "holds memory, no row in the step"),
               (svg.colour("waste"), 0.75, "padding: computed for a request that has ended"))
     return Figure(f"slots_{slug(load)}", f"Who held which slot at {load.name}",
-                  "A strip a slot; a request takes the lowest free one. From the journal of the first round. Idle: slots of "
-                  "those shown without a row, in steps that ran any.", tuple(panels), legend, load)
+                  "A strip a slot; a request takes the lowest free one. From the journal of the first round. Idle: time "
+                  "of the slots shown in which no row of theirs was computed.", tuple(panels), legend, load)
 
 
 def _idle_share(view: JournalView) -> float | None:
@@ -206,8 +207,10 @@ def _memory_figure(comparison: Comparison, load: Load, seen: Sequence[tuple[Cell
                                       tuple(one.kv.get("used", 0.0) for one in cell.samples))
         panels.append(timeline_charts.stacked(f"{cell.contestant}: in use, as its /metrics tell", [layer],
                                               [one.at for one in cell.samples], seconds, axis))
-    legend = ((svg.colour("soft"), 0.85, "tokens of running requests"), (svg.colour("waste"), 0.9, "empty room in their blocks"),
-              (svg.colour("waste"), 0.4, "promised to them up to max_tokens"), (svg.colour("held"), 0.8, "cached prefixes"))
+    legend = ((svg.colour("soft"), 0.85, "tokens of running requests"),
+              (svg.colour("waste"), 0.9, "empty room in their blocks"),
+              (svg.colour("waste"), 0.4, "promised to them up to max_tokens"),
+              (svg.colour("held"), 0.8, "cached prefixes"))
     return Figure(f"kv_memory_{slug(load)}", f"KV memory: use and waste at {load.name}",
                   "Shares of the pool after steps of the first round. Waste is room that running requests hold or were "
                   "promised and have not filled, as a share of that and their tokens; means over the samples.",

@@ -41,8 +41,8 @@ def _rate(value: float) -> str:
 THROUGHPUT = Quantity("output_tokens_per_second", "output tokens/s", "throughput", "output_tokens_per_second", _rate,
                       True)
 REQUESTS = Quantity("requests_per_second", "requests/s", "throughput", "requests_per_second", _rate, True)
-TOTAL = Quantity("total_tokens_per_second", "prompt and output tokens/s", "throughput", "total_tokens_per_second", _rate,
-                 True)
+TOTAL = Quantity("total_tokens_per_second", "prompt and output tokens/s", "throughput", "total_tokens_per_second",
+                 _rate, True)
 RATES = (THROUGHPUT, TOTAL, REQUESTS)
 LATENCIES = tuple(
     Quantity(f"{name}_{figure}", f"{short} {figure}", f"{name}_seconds", figure, svg.seconds)

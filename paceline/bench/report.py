@@ -1,10 +1,11 @@
-"""One HTML file that tells a comparison: the finding first, then the set-up, the tables, the charts. It needs no network
-and no script; long parts fold."""
+"""One HTML file that tells a comparison: the finding first, then the set-up, the tables, the charts. It needs no
+network and no script; long parts fold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from . import svg
@@ -15,23 +16,23 @@ from .journal_view import KV_DEFINITIONS
 from .measures import OURS
 from .metrics import PERCENTILES
 from .ratios import QUANTITIES, RATIO_METHOD, Quantity, spread
-from .report_style import STYLE
 from .svg import tag
 
+STYLE = Path(__file__).with_name("data") / "report.css"
 DEFINITIONS = {
     **{name.removesuffix("_seconds").replace("_", " "): measure.formula for name, measure in OURS.measures.items()},
-    "where": "intended: when the load wanted the request sent; first, last: its first and last chunk with tokens; ended: "
-             "the answer was complete; n: output tokens as the server counts",
+    "where": "intended: when the load wanted the request sent; first, last: its first and last chunk with tokens; "
+             "ended: the answer was complete; n: output tokens as the server counts",
     "throughput": f"requests that ended well, and their tokens, over the window {OURS.window}",
-    "p50, p99": f"percentiles of a cell's requests, linear between neighbours (also {', '.join(f'p{q}' for q in PERCENTILES)} "
-                "in summary.json); in tables and charts the mean over rounds",
+    "p50, p99": "percentiles of a cell's requests, linear between neighbours; in tables and charts the mean over "
+                f"rounds (summary.json has {', '.join(f'p{q}' for q in PERCENTILES)} of each)",
     "ratios": RATIO_METHOD,
     "cache hits": "prompt tokens taken from a prefix cache over prompt tokens, as the server tells",
-    "valid": "a cell is INVALID where the client was the bottleneck: p99 of its schedule delay or of its loop lag is above "
-             "1% of the median TTFT and above 5 ms",
+    "valid": "a cell is INVALID where the client was the bottleneck: p99 of its schedule delay or of its loop lag is "
+             "above 1% of the median TTFT and above 5 ms",
     **{f"KV memory: {name}": words for name, words in KV_DEFINITIONS.items()},
-    "slots idle": "of the slots that were used at all: time in which no row of theirs was computed, from the first row to "
-                  "the last",
+    "slots idle": "of the slots that were used at all: time in which no row of theirs was computed, from the first "
+                  "row to the last",
 }
 
 
@@ -42,8 +43,14 @@ def html(comparison: Comparison, finding: Finding, figures: Sequence[Figure], ti
     body += [_folded(load, [one for one in folded if one.load == load]) for load in reversed(comparison.loads[:-1])]
     body += [_every_cell(comparison), _definitions(), tag("footer", escape(_closing(comparison)))]
     head = (tag("meta", charset="utf-8") + tag("meta", name="viewport", content="width=device-width,initial-scale=1")
-            + tag("title", escape(title)) + tag("style", STYLE))
+            + tag("title", escape(title)) + tag("style", style()))
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(filter(None, body))}</body></html>\n'
+
+
+def style() -> str:
+    return (f":root{{color-scheme:light dark;{svg.variables(svg.LIGHT)}}}"
+            f"@media screen and (prefers-color-scheme:dark){{:root{{{svg.variables(svg.DARK)}}}}}"
+            f"html{{font-family:{svg.FONT}}}{STYLE.read_text(encoding='utf-8')}")
 
 
 def _is_folded(figure: Figure, comparison: Comparison) -> bool:
@@ -116,7 +123,8 @@ def _fact(name: str, value: Any) -> str:
 
 def _contestant(comparison: Comparison, one: Contestant) -> str:
     dot = tag("span", "", class_="dot", style=f"background:{svg.contestant_colour(comparison.place(one.name))}")
-    return tag("div", tag("h3", dot, escape(one.name)), tag("p", escape(one.about), class_="caption"), facts_list(one.facts))
+    about = tag("p", escape(one.about), class_="caption")
+    return tag("div", tag("h3", dot, escape(one.name)), about, facts_list(one.facts))
 
 
 # --- tables
@@ -128,8 +136,9 @@ def _table(comparison: Comparison) -> str:
     table = tag("table", tag("thead", head), tag("tbody", *rows))
     rounds = comparison.num_rounds
     said = "Means over rounds, small: the least to the greatest. " if rounds > 1 else ""
-    return tag("section", tag("h2", "Figures"), tag("p", f"{said}Bold: the best of its load. Definitions stand at the end.",
-                                                    class_="caption"), tag("div", table, class_="scroll"), id="figures")
+    said += "Bold: the best of its load. Definitions stand at the end."
+    return tag("section", tag("h2", "Figures"), tag("p", said, class_="caption"), tag("div", table, class_="scroll"),
+               id="figures")
 
 
 def _load_rows(comparison: Comparison, load: Load) -> Iterator[str]:
@@ -176,8 +185,9 @@ def _every_cell(comparison: Comparison) -> str:
                  zip(QUANTITIES, values, strict=True)]
         asked = "–" if lengths["output_asked_mean"] is None else (
             f"{lengths['output_asked_mean']:.4g} / {lengths['output_achieved_mean']:.4g}")
-        row = [cell.contestant, cell.load.name, str(cell.round), f"{summary['requests']['ok']} of "
-               f"{summary['requests']['measured']}", *shown, asked, "valid" if summary["client"]["is_valid"] else "INVALID"]
+        done = f"{summary['requests']['ok']} of {summary['requests']['measured']}"
+        row = [cell.contestant, cell.load.name, str(cell.round), done, *shown, asked,
+               "valid" if summary["client"]["is_valid"] else "INVALID"]
         rows.append(tag("tr", *(tag("td", escape(one)) for one in row)))
     table = tag("table", tag("thead", tag("tr", *(tag("th", escape(one), scope="col") for one in head))),
                 tag("tbody", *rows))
@@ -195,8 +205,9 @@ def _figure(figure: Figure) -> str:
 def _panels(figure: Figure) -> str:
     legend = ""
     if figure.legend:
-        legend = tag("ul", *(tag("li", tag("i", "", style=f"background:{shade};opacity:{svg.number(opacity)}"), escape(words))
-                             for shade, opacity, words in figure.legend), class_="legend")
+        legend = tag("ul", *(
+            tag("li", tag("i", "", style=f"background:{shade};opacity:{svg.number(opacity)}"), escape(words))
+            for shade, opacity, words in figure.legend), class_="legend")
     is_wide = len(figure.panels) == 1 or any(panel.width > 700 for panel in figure.panels)
     panels = [tag("div", tag("h3", escape(panel.title)), panel.markup(), class_="panel") for panel in figure.panels]
     return tag("figure", legend, tag("div", *panels, class_="panels wide" if is_wide else "panels"),
@@ -217,5 +228,5 @@ def _definitions() -> str:
 
 def _closing(comparison: Comparison) -> str:
     version = comparison.setup.get("run", {}).get("paceline", "")
-    return (f"Made by paceline compare {version}. Beside this file: charts/ (PNG), records/ (a line a request), journals/, "
-            "requests.jsonl, summary.json, summary.csv. `paceline compare --again FOLDER` makes it anew from them.")
+    return (f"Made by paceline compare {version}. Beside this file: charts/ (PNG), records/ (a line a request), "
+            "journals/, requests.jsonl, summary.json, summary.csv. `paceline compare --again FOLDER` makes it anew.")
