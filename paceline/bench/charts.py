@@ -142,12 +142,12 @@ def _band(one: Series, frame: Frame) -> str:
         return ""
     upper = [(frame.x(p.x), frame.y(p.high)) for p in known if p.high is not None]
     lower = [(frame.x(p.x), frame.y(p.low)) for p in reversed(known) if p.low is not None]
-    return svg.area(upper + lower, fill=contestant_colour(one.place), opacity=0.1)
+    return svg.area(upper + lower, fill=contestant_colour(one.place), fill_opacity=0.1)
 
 
 def _whiskers(one: Series, frame: Frame) -> str:
     shade = contestant_colour(one.place)
-    return "".join(svg.line(frame.x(p.x), frame.y(p.low), frame.x(p.x), frame.y(p.high), shade, 1.4)
+    return "".join(svg.line(frame.x(p.x), frame.y(p.low), frame.x(p.x), frame.y(p.high), shade, stroke_width=1.4)
                    for p in one.points if p.low is not None and p.high is not None)
 
 
@@ -159,8 +159,8 @@ def _end_labels(series: Sequence[Series], frame: Frame, bottom: float) -> str:
     for (y, one), place in zip(ends, places, strict=True):
         x = frame.x(one.points[-1].x)
         if abs(place - y) > 3:
-            parts.append(svg.line(x + 6, y, frame.x.end + 13, place, contestant_colour(one.place), 0.8))
-        parts.append(text(frame.x.end + 16, place + 4, one.label, fill=contestant_colour(one.place), weight="600"))
+            parts.append(svg.line(x + 6, y, frame.x.end + 13, place, contestant_colour(one.place), stroke_width=0.8))
+        parts.append(text(frame.x.end + 16, place + 4, one.label, fill=contestant_colour(one.place), font_weight=600))
     return "".join(parts)
 
 
@@ -227,7 +227,7 @@ def _ridge(one: Series, x: Scale, base: float, height: float, shown: tuple[int, 
     num_bins, words = shown
     shade = contestant_colour(one.place)
     parts = [svg.line(x.start, base, x.end, base, "rule"),
-             text(x.start - 8, base - 3, one.label, anchor="end", fill=shade, weight="600")]
+             text(x.start - 8, base - 3, one.label, anchor="end", fill=shade, font_weight=600)]
     if not one.values:
         return "".join([*parts, text(x.start + 6, base - 5, "nothing measured", fill="faint")])
     counts, edges = np.histogram([x(value) for value in one.values], bins=num_bins, range=(x.start, x.end))
@@ -236,11 +236,11 @@ def _ridge(one: Series, x: Scale, base: float, height: float, shown: tuple[int, 
         if count:
             tall = height * count / most
             parts.append(svg.rect(edge + 0.4, base - tall, (x.end - x.start) / num_bins - 0.8, tall, fill=shade,
-                                  opacity=0.45))
+                                  fill_opacity=0.45))
     marks = [(f"p{percent} {words(value)}", x(value)) for percent in (50, 99)
              for value in (float(np.percentile(one.values, percent)),)]
-    parts += [svg.line(at, base - height - 3, at, base, shade, 1.4) for _, at in marks]
-    parts += [text(start, base - height - 5, said, size=10) for start, (said, _) in
+    parts += [svg.line(at, base - height - 3, at, base, shade, stroke_width=1.4) for _, at in marks]
+    parts += [text(start, base - height - 5, said, font_size=10) for start, (said, _) in
               zip(_mark_starts(marks, x), marks, strict=True)]
     return "".join(parts)
 
@@ -270,13 +270,13 @@ def bars(title: str, series: Sequence[Series], axis: Axis) -> Panel:
     parts = x_ticks(x, axis, height - BOTTOM, TOP - 4)
     for index, one in enumerate(series):
         middle, shade = TOP + row * (index + 0.5) - 3, contestant_colour(one.place)
-        parts.append(text(left - 8, middle + 4, one.label, anchor="end", fill=shade, weight="600"))
+        parts.append(text(left - 8, middle + 4, one.label, anchor="end", fill=shade, font_weight=600))
         if not one.points:
             parts.append(text(left + 6, middle + 4, "not measured", fill="faint"))
             continue
         point = one.points[0]
-        parts.append(svg.rect(left, middle - 7, max(x(point.y) - left, 0.8), 14, fill=shade, opacity=0.75,
-                              radius=1.5))
+        parts.append(svg.rect(left, middle - 7, max(x(point.y) - left, 0.8), 14, fill=shade, fill_opacity=0.75,
+                              rx=1.5))
         parts.append(_whisker(x, middle, point))
         parts.append(text(x(max(point.y, point.high or 0)) + 7, middle + 4, axis.words(point.y), fill="ink"))
     parts.append(svg.line(left, TOP - 4, left, height - BOTTOM, "rule"))
@@ -287,9 +287,9 @@ def bars(title: str, series: Sequence[Series], axis: Axis) -> Panel:
 def _whisker(x: Scale, middle: float, point: Point, shade: str = "ink") -> str:
     if point.low is None or point.high is None:
         return ""
-    return (svg.line(x(point.low), middle, x(point.high), middle, shade, 1.4)
-            + svg.line(x(point.low), middle - 3.5, x(point.low), middle + 3.5, shade, 1.4)
-            + svg.line(x(point.high), middle - 3.5, x(point.high), middle + 3.5, shade, 1.4))
+    return (svg.line(x(point.low), middle, x(point.high), middle, shade, stroke_width=1.4)
+            + svg.line(x(point.low), middle - 3.5, x(point.low), middle + 3.5, shade, stroke_width=1.4)
+            + svg.line(x(point.high), middle - 3.5, x(point.high), middle + 3.5, shade, stroke_width=1.4))
 
 
 def ratios(title: str, groups: Sequence[tuple[str, Sequence[Series]]], axis: Axis) -> Panel:
@@ -302,11 +302,11 @@ def ratios(title: str, groups: Sequence[tuple[str, Sequence[Series]]], axis: Axi
     values = [v for one in series for p in one.points for v in (p.y, p.low, p.high) if v is not None]
     x = Axis(axis.title, axis.words, True, low=min([*values, 1.0]) / 1.12, high=max([*values, 1.0]) * 1.12).scale(
         values, left, width - 170)
-    parts = [svg.line(x(1), 6, x(1), height - BOTTOM, "faint", 1.2, "2 3")]
+    parts = [svg.line(x(1), 6, x(1), height - BOTTOM, "faint", stroke_width=1.2, stroke_dasharray="2 3")]
     parts += x_ticks(x, Axis(axis.title, axis.words, True, _ratio_ticks(x)), height - BOTTOM, 6)
     at = 10.0
     for name, group in groups:
-        parts.append(text(4, at + 14, name, fill="ink", weight="600"))
+        parts.append(text(4, at + 14, name, fill="ink", font_weight=600))
         at += head
         for one in group:
             parts.append(_ratio_row(one, x, at + row / 2 - 2, axis))
@@ -326,7 +326,7 @@ def _ratio_ticks(x: Scale) -> tuple[float, ...]:
 
 def _ratio_row(one: Series, x: Scale, middle: float, axis: Axis) -> str:
     shade = contestant_colour(one.place)
-    label = text(x.start - 10, middle + 4, one.label, anchor="end", fill=shade, weight="600")
+    label = text(x.start - 10, middle + 4, one.label, anchor="end", fill=shade, font_weight=600)
     if not one.points:
         return label + text(x.start + 6, middle + 4, "not measured", fill="faint")
     point = one.points[0]

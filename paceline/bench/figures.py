@@ -177,8 +177,8 @@ def _slots_figure(comparison: Comparison, load: Load, seen: Sequence[tuple[Cell,
               "tones"), (svg.colour("held"), 1.0, "holds memory, no row in the step"),
               (svg.colour("waste"), 0.75, "padding: computed for a request that has ended"))
     return Figure(f"slots_{slug(load)}", f"Who held which slot at {load.name}",
-                  "A strip a slot; a request takes the lowest free one. From the journal of the first round. Idle: time "
-                  "of the slots shown in which no row of theirs was computed.", tuple(panels), legend, load)
+                  "A strip a slot; a request takes the lowest free one. From the journal of the first round. Idle: "
+                  "time of the slots shown in which no row of theirs was computed.", tuple(panels), legend, load)
 
 
 def _idle_share(view: JournalView) -> float | None:

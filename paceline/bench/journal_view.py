@@ -116,7 +116,7 @@ class JournalReader:
     def view(self) -> JournalView:
         orders = {request_id: one.order for request_id, one in self._requests.items()}
         origin = self._origin or 0.0
-        spans = tuple(Span(slot, start - origin, end - origin, kind, orders.get(request_id, 0), request_id)
+        spans = tuple(Span(slot, start - origin, end - origin, kind, orders.get(request_id, 0))
                       for slot, start, end, kind, request_id in self._slots.spans)
         return JournalView(
             spans=spans, num_slots=self._slots.num_used, max_num_seqs=self._setup.scheduler.max_num_seqs,

@@ -44,7 +44,7 @@ def sheet(figure: Figure) -> str:
     columns = 1 if any(panel.width > 500 for panel in figure.panels) else 3 if len(figure.panels) in (3, 6, 9) else 2
     columns = min(columns, len(figure.panels))
     width = max(2 * EDGE + max(panel.width for panel in figure.panels) * columns + GAP * (columns - 1), 560)
-    parts = [text(EDGE, EDGE + 12, figure.title, fill="ink", size=17, weight="700")]
+    parts = [text(EDGE, EDGE + 12, figure.title, fill="ink", font_size=17, font_weight=700)]
     at = EDGE + 32
     for words in wrapped(figure.caption, width - 2 * EDGE, 11.5):
         parts.append(text(EDGE, at, words))
@@ -55,7 +55,7 @@ def sheet(figure: Figure) -> str:
         row = figure.panels[first : first + columns]
         for index, panel in enumerate(row):
             left = EDGE + index * (row[0].width + GAP)
-            parts.append(text(left + 4, at + 14, panel.title, fill="ink", size=12.5, weight="600"))
+            parts.append(text(left + 4, at + 14, panel.title, fill="ink", font_size=12.5, font_weight=600))
             parts.append(tag("svg", panel.inner, x=left, y=at + 22, width=panel.width, height=panel.height,
                              viewBox=f"0 0 {svg.number(panel.width)} {svg.number(panel.height)}"))
         at += max(panel.height for panel in row) + 22 + GAP
@@ -71,7 +71,7 @@ def _legend(figure: Figure, width: float, at: float) -> tuple[str, float]:
         needed = 18 + text_width(words) + 18
         if left + needed > width - EDGE and left > EDGE:
             left, at = EDGE, at + LINE + 2
-        parts += [rect(left, at, 12, 12, fill=shade, opacity=opacity, radius=2), text(left + 18, at + 10, words)]
+        parts += [rect(left, at, 12, 12, fill=shade, fill_opacity=opacity, rx=2), text(left + 18, at + 10, words)]
         left += needed
     return "".join(parts), at + (LINE + 8 if figure.legend else 0)
 

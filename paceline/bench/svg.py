@@ -71,35 +71,35 @@ def text_width(text: str, size: float = TEXT_SIZE, is_bold: bool = False) -> flo
     return size * shares * (1.08 if is_bold else 1.0)
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = "soft", size: float = TEXT_SIZE,
-         weight: str | None = None) -> str:
+def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = "soft", **looks: Attribute) -> str:
+    """fill: a colour of ours by name, or a CSS one. looks: font_size, font_weight."""
     return tag("text", escape(words), x=x, y=y, text_anchor=None if anchor == "start" else anchor,
-               style=f"fill:{fill if fill.startswith('var(') else colour(fill)}", font_size=size, font_weight=weight)
+               style=f"fill:{fill if fill.startswith('var(') else colour(fill)}", **{"font_size": TEXT_SIZE, **looks})
 
 
-def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "grid", width: float = 1.0,
-         dash: str | None = None) -> str:
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str = "grid", **looks: Attribute) -> str:
+    """looks: stroke_width, stroke_dasharray."""
     shade = stroke if stroke.startswith("var(") else colour(stroke)
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, style=f"stroke:{shade}", stroke_width=width, stroke_dasharray=dash)
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, style=f"stroke:{shade}", **{"stroke_width": 1.0, **looks})
 
 
-def path(points: Iterable[tuple[float, float]], *, stroke: str, width: float = 2.0, dash: str | None = None) -> str:
+def path(points: Iterable[tuple[float, float]], *, stroke: str, width: float = 2.0) -> str:
     return tag("path", d=_track(points), fill="none", style=f"stroke:{stroke}", stroke_width=width,
-               stroke_linejoin="round", stroke_linecap="round", stroke_dasharray=dash)
+               stroke_linejoin="round", stroke_linecap="round")
 
 
-def area(points: Iterable[tuple[float, float]], *, fill: str, opacity: float = 1.0) -> str:
-    return tag("path", d=_track(points) + "Z", style=f"fill:{fill}", fill_opacity=None if opacity == 1 else opacity)
+def area(points: Iterable[tuple[float, float]], fill: str, **looks: Attribute) -> str:
+    """looks: fill_opacity."""
+    return tag("path", d=_track(points) + "Z", style=f"fill:{fill}", **looks)
 
 
 def _track(points: Iterable[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
 
 
-def rect(x: float, y: float, width: float, height: float, *, fill: str, opacity: float = 1.0,
-         radius: float | None = None, title: str | None = None) -> str:
-    return tag("rect", *([] if title is None else [tag("title", escape(title))]), x=x, y=y, width=max(width, 0),
-               height=max(height, 0), style=f"fill:{fill}", fill_opacity=None if opacity == 1 else opacity, rx=radius)
+def rect(x: float, y: float, width: float, height: float, fill: str, **looks: Attribute) -> str:
+    """looks: fill_opacity, rx."""
+    return tag("rect", x=x, y=y, width=max(width, 0), height=max(height, 0), style=f"fill:{fill}", **looks)
 
 
 def marker(x: float, y: float, place: int, title: str | None = None, size: float = 3.6) -> str:

@@ -23,7 +23,6 @@ class Span:
     end: float
     kind: str
     order: int                 # of the request's arrival
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +43,16 @@ def gantt(title: str, place: int, spans: Sequence[Span], num_slots: int, seconds
     height = top + strip * num_slots + 38
     x = Scale(0.0, seconds, left, WIDE - 14)
     bottom = top + strip * num_slots + 1
-    parts = [svg.rect(left, top, WIDE - 14 - left, strip * num_slots, fill=colour("grid"), opacity=0.6)]
+    parts = [svg.rect(left, top, WIDE - 14 - left, strip * num_slots, fill=colour("grid"), fill_opacity=0.6)]
     shown = [slot for slot in range(num_slots) if strip >= 11 or slot in (0, num_slots - 1)]
     parts += [text(left - 6, top + strip * (slot + 0.5) + 4, "slot 1" if slot == 0 else str(slot + 1), anchor="end",
-                   size=10.5) for slot in shown]
+                   font_size=10.5) for slot in shown]
     gap = 1.0 if strip > 6 else 0.5
     for span in spans:
         start, end = x(span.start), x(span.end)
         fill, opacity = _look(span, place)
         parts.append(svg.rect(start, top + strip * span.slot + gap / 2, max(end - start - 0.25, 0.4), strip - gap,
-                              fill=fill, opacity=opacity, title=f"{span.name}: {span.kind}" if span.name else None))
+                              fill=fill, fill_opacity=opacity))
     parts += x_ticks(x, TIME, bottom)
     busy = sum(span.end - span.start for span in spans if span.kind in ("prefill", "decode"))
     said = svg.percent(busy / (num_slots * seconds)) if num_slots and seconds else "0%"
@@ -82,7 +81,7 @@ def stacked(title: str, layers: Sequence[Layer], times: Sequence[float], seconds
         above = [low + value for low, value in zip(below, layer.values, strict=True)]
         upper, lower = _staircase(times, above, x, y), _staircase(times, below, x, y)
         if upper:
-            parts.append(svg.area([*upper, *reversed(lower)], fill=layer.fill, opacity=layer.opacity))
+            parts.append(svg.area([*upper, *reversed(lower)], fill=layer.fill, fill_opacity=layer.opacity))
         below = above
     parts = [*_frame(x, y, y_axis), *parts, *x_ticks(x, TIME, height - 38)]
     means = ", ".join(f"{layer.name} {y_axis.words(sum(layer.values) / len(layer.values))}" for layer in layers
@@ -94,7 +93,7 @@ def _frame(x: Scale, y: Scale, y_axis: Axis) -> list[str]:
     parts = []
     for value in y_axis.ticks or y.ticks(3):
         parts += [svg.line(x.start, y(value), x.end, y(value), "rule" if value == y.low else "grid"),
-                  text(x.start - 6, y(value) + 4, y_axis.words(value), anchor="end", size=10.5)]
+                  text(x.start - 6, y(value) + 4, y_axis.words(value), anchor="end", font_size=10.5)]
     return parts
 
 
@@ -123,10 +122,10 @@ def queue(title: str, place: int, samples: Sequence[tuple[float, float, float]],
     if waiting:
         base = y(0.0)
         parts.append(svg.area([(waiting[0][0], base), *waiting, (waiting[-1][0], base)], fill=colour("held"),
-                              opacity=0.9))
+                              fill_opacity=0.9))
         parts.append(svg.path(_staircase(times, [running for _, running, _ in samples], x, y),
                               stroke=contestant_colour(place), width=1.6))
-    parts += [svg.line(x(time), 6, x(time), 14, "alarm", 1.2) for time in preempted_at]
+    parts += [svg.line(x(time), 6, x(time), 14, "alarm", stroke_width=1.2) for time in preempted_at]
     parts += x_ticks(x, TIME, height - 38)
     peak = max((waiting for _, _, waiting in samples), default=0)
     return Panel(title, f"Running and waiting requests over time; at most {svg.figure(peak)} waited; "
