@@ -1,4 +1,4 @@
-"""The command line: paceline serve | generate | info | journal | replay | bench. Flags come from the knobs of
+"""The command line: paceline serve | generate | info | journal | replay | bench | compare. Flags come from the knobs of
 config.py; `--json` prints one JSON object on standard output and everything else goes to standard error. Exit status: 0
 done, 1 the run failed, 2 the caller's mistake."""
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .bench import bench_command
+from .bench import bench_command, compare_command
 from .config import CacheConfig, JournalConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
 from .flags import ENGINE_GROUPS, Parser, add_knobs, configured, declared_knob, given_knobs, ledger, plain_command, put
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_journal_commands(commands)
     bench_command.add(commands)
+    compare_command.add(commands)
     info = _command(commands, "info", _info, "what a model needs and what fits; with --preset "
                     "and no MODEL, what that preset is and where it comes from")
     info.add_argument("--quality", action="store_true",

@@ -4,6 +4,7 @@ which every figure and the report can be made again.
   run.json             the set-up, the contestants, the loads, and the list of cells
   requests.jsonl       what was asked (Asked), the same for all
   records/*.jsonl      what came of it (RequestRecord), a file a cell
+  lags/*.jsonl         how late the client's event loop was, seconds, a number a line
   journals/*.jsonl     what our engine decided, a file a cell of a preset
   samples/*.jsonl      what a server's /metrics told, a file a cell of a URL
 """
@@ -116,6 +117,7 @@ def write_lines(path: Path, lines: Sequence[Any]) -> None:
 
 def write_cell(folder: Path, cell: Cell) -> None:
     write_lines(folder / "records" / cell.file_name, cell.records)
+    write_lines(folder / "lags" / cell.file_name, cell.facts.loop_lags)
     if cell.samples:
         write_lines(folder / "samples" / cell.file_name, cell.samples)
 
@@ -132,7 +134,7 @@ def _entry(folder: Path, cell: Cell) -> dict[str, Any]:
     journal = None if cell.journal is None else Path(cell.journal).name
     return {"contestant": cell.contestant, "load": asdict(cell.load), "round": cell.round, "records": cell.file_name,
             "journal": journal, "samples": cell.file_name if cell.samples else None, "trouble": cell.trouble,
-            "facts": facts | {"slos": {}}}
+            "facts": facts | {"slos": {}, "loop_lags": []}}
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -155,7 +157,8 @@ def _cell(folder: Path, entry: Mapping[str, Any]) -> Cell:
     return Cell(
         contestant=entry["contestant"], load=Load(**entry["load"]), round=entry["round"], trouble=entry["trouble"],
         records=[record_of(one) for one in _lines(folder / "records" / entry["records"])],
-        facts=CellFacts(**{**entry["facts"], "server_cache": _pair(entry["facts"]["server_cache"])}),
+        facts=CellFacts(**{**entry["facts"], "server_cache": _pair(entry["facts"]["server_cache"]),
+                           "loop_lags": _lines(folder / "lags" / entry["records"])}),
         journal=None if entry["journal"] is None else str(folder / "journals" / entry["journal"]),
         samples=[Sample(**one) for one in samples])
 
@@ -170,5 +173,5 @@ def _pair(value: Sequence[int] | None) -> tuple[int, int] | None:
     return None if value is None else (value[0], value[1])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[Any]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]

@@ -136,6 +136,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             yield f"{_name(cell)}: {kinds} of {cell.summary['requests']['measured']} requests; the first: {first}"
     for load in comparison.loads:
         yield from uneven(comparison, load)
+    yield from _doors(comparison)
     yield from _budgets(comparison)
     yield from _machine(comparison)
     yield from _rounds(comparison)
@@ -168,6 +169,14 @@ def uneven(comparison: Comparison, load: Load) -> Iterator[str]:
     if lengths and max(lengths)[0] > min(lengths)[0] * (1 + LENGTH_TOLERANCE):
         yield (f"At {load.name} answers were not equally long, {min(lengths)[0]:.0f} tokens ({min(lengths)[1]}) to "
                f"{max(lengths)[0]:.0f} ({max(lengths)[1]}) on average.")
+
+
+def _doors(comparison: Comparison) -> Iterator[str]:
+    inside = [one.name for one in comparison.contestants if one.kind == "preset"]
+    outside = [one.name for one in comparison.contestants if one.kind != "preset"]
+    if inside and outside:
+        yield (f"{', '.join(inside)} ran in process, without HTTP and text; {', '.join(outside)} were asked over HTTP. "
+               "A server of ours as a --url or a peer is compared on equal terms.")
 
 
 def _budgets(comparison: Comparison) -> Iterator[str]:

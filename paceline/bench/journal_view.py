@@ -147,7 +147,8 @@ class JournalReader:
 
     def _add(self, request: Line, at: float) -> None:
         request_id = request["request_id"]
-        if self._origin is None and request_id not in self._warm_up:
+        # The load numbers its requests as it sends them: ID-NUMBER.
+        if self._origin is None and not {request_id, request_id.rpartition("-")[0]} & self._warm_up:
             self._origin, self._before = at, dict(self._stats)
             self._slots = _Slots()
         self._requests[request_id] = _Request(len(self._requests), request["num_prompt_tokens"],
