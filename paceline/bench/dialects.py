@@ -83,7 +83,8 @@ def read_openai(event: Mapping[str, Any], call: Call, at: float) -> None:
         if isinstance(ids, list):
             if ids:
                 call.chunk(at, len(ids), "token_ids")
-        elif usage and (call.counted_by == "usage" or choice.get("finish_reason") is None):
+        elif usage and (call.counted_by == "usage" or not call.chunk_times or choice.get("finish_reason") is None):
+            # Not a usage that only the last of several chunks has: it is the whole answer's.
             if (count := (call.output_tokens or 0) - num_before) > 0:
                 call.chunk(at, count, "usage")
         elif _has_tokens(choice):

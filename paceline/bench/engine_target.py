@@ -47,16 +47,16 @@ class EngineTarget:
         return self._engine.model.vocab_size
 
     @property
-    def max_model_len(self) -> int:
+    def max_context(self) -> int:
         return self._engine.model.max_model_len
 
     def prepare(self, asked: Asked) -> Submit:
         token_ids = self._token_ids(asked)
         if wrong := [token_id for token_id in token_ids if token_id >= self.vocab_size]:
             raise ConfigError(f"{asked.request_id}: token id {wrong[0]} is not in the vocabulary of {self.vocab_size}")
-        if (num_tokens := len(token_ids) + asked.num_output_tokens) > self.max_model_len:
+        if (num_tokens := len(token_ids) + asked.num_output_tokens) > self.max_context:
             raise ConfigError(f"{asked.request_id}: {num_tokens} tokens of prompt and output; the limit here is "
-                              f"{self.max_model_len} (cut prompts with --max-context, or raise the engine's limits)")
+                              f"{self.max_context} (cut prompts with --max-context, or raise the engine's limits)")
         sampling = SamplingParams(max_tokens=asked.num_output_tokens, temperature=0.0, ignore_eos=True)
         return Submit(request_id=f"{asked.request_id}-{next(self._numbers)}", prompt_token_ids=token_ids,
                       sampling=sampling, arrival_time=0.0, tenant=asked.tenant or "default")

@@ -119,7 +119,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._zero = clock()
-        self._start = 0.0
+        self._start = self._measure_start = 0.0
         self._lags: list[float] = []
         self._threads = threads_of(requests)
         self._warm_up_threads = threads_of(plan.warm_up)
@@ -138,11 +138,17 @@ class Run:
         """Seconds since the cell's start."""
         return self._clock() - self._zero
 
+    @property
+    def measured_seconds(self) -> float:
+        """Since the warm-up."""
+        return self.now() - self._measure_start
+
     async def warm_up(self) -> None:
         await self._closed_loop(self._warm_up_threads, self.plan.concurrency or len(self._warm_up_threads))
 
     async def measure(self) -> None:
         self.is_warming_up = False
+        self._measure_start = self.now()
         with _quiet_collector():
             lag = asyncio.ensure_future(self._watch_lag())
             try:

@@ -37,6 +37,14 @@ class Target(Protocol):
     name: str
 
     @property
+    def max_context(self) -> int | None:
+        """Tokens of prompt and output together; None: not known."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it; None: not known."""
+
+    @property
     def forms(self) -> tuple[str, ...]:
         """Of prompts that it takes, the best first: ids, text, messages."""
 
@@ -73,6 +81,8 @@ class HttpOptions:
 class HttpTarget:
     """`url` is a server (http://host:port, with or without /v1) or one of its streaming routes in full."""
 
+    vocab_size: int | None = None    # no server tells it
+
     def __init__(self, url: str, options: HttpOptions) -> None:
         self._options = options
         self._base, path_protocol = split_url(url)
@@ -81,6 +91,7 @@ class HttpTarget:
         self._protocol = path_protocol or options.protocol
         self.name = self._base
         self._model = options.model or ""
+        self.max_context: int | None = None
         self._extensions: tuple[str, ...] = ()
         self._forms: tuple[str, ...] = ()
         self._session: aiohttp.ClientSession
@@ -207,8 +218,11 @@ class HttpTarget:
     async def _first_model(self) -> str:
         status, text = await self._get("/v1/models")
         try:
-            return str(orjson.loads(text)["data"][0]["id"])
-        except (orjson.JSONDecodeError, LookupError, TypeError):
+            model = orjson.loads(text)["data"][0]
+            limit = model.get("max_model_len")
+            self.max_context = limit if isinstance(limit, int) else None
+            return str(model["id"])
+        except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
             raise EngineError(f"{self._base}/v1/models: no list of models (HTTP {status}: {text[:100]}); "
                               "name the model") from None
 

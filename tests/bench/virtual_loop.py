@@ -44,9 +44,11 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
 
 class ScriptedTarget:
     """A server of `slots` slots, first come first served: the first token after first_seconds in a slot, each further
-    one after gap_seconds. `is_late` makes the client's own loop late by so much before each send."""
+    one after gap_seconds."""
 
     name = "scripted"
+    max_context = None
+    vocab_size = None
     forms = ("ids", "text", "messages")
 
     def __init__(self, first_seconds: float, gap_seconds: float, slots: int = 1_000) -> None:

@@ -1,0 +1,276 @@
+"""The client against a server of known delays, faults and manners, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.bench.call import Call
+from paceline.bench.event_stream import EventReader
+from paceline.bench.load_generator import CellPlan, CellResult, run_cell
+from paceline.bench.metrics import summarise
+from paceline.bench.records import Asked, RequestRecord
+from paceline.bench.targets import HttpOptions, HttpTarget, counters_in, split_url
+from paceline.errors import ConfigError, EngineError
+
+from .fake_server import EXTENSIONS, FakeServer, Script, serving
+
+MILLISECOND = 0.001
+
+
+def ask(number: int, num_output: int = 5, **prompt: Any) -> Asked:
+    given = prompt or {"prompt_token_ids": (1, 2, number)}
+    return Asked(request_id=f"r{number}", num_output_tokens=num_output, num_prompt_tokens=3, **given)
+
+
+def load(url: str, requests: Sequence[Asked], concurrency: int = 4, **options: Any) -> CellResult:
+    async def run() -> CellResult:
+        async with HttpTarget(url, HttpOptions(**options)) as target:
+            return await run_cell(target, requests, CellPlan(name="c", concurrency=concurrency))
+
+    return asyncio.run(run())
+
+
+def about(url: str, **options: Any) -> dict[str, Any]:
+    async def run() -> dict[str, Any]:
+        async with HttpTarget(url, HttpOptions(**options)) as target:
+            return target.about()
+
+    return asyncio.run(run())
+
+
+def one(url: str, asked: Asked | None = None, **options: Any) -> RequestRecord:
+    return load(url, [asked or ask(0)], **options).records[0]
+
+
+# ---- times
+
+
+def test_the_client_sees_each_chunk_when_the_server_sends_it() -> None:
+    """Both read one clock. Nothing is seen before it was sent, and what is seen soonest is seen within a millisecond:
+    the client adds nothing of its own. (Single chunks may be later on a machine that does other things.)"""
+    with serving(lambda body: Script(first_seconds=0.03, gap_seconds=0.005)) as server:
+        result = load(server.url, [ask(number, 12) for number in range(8)], concurrency=2)
+        sent = {seen.body["prompt"][2]: np.array(seen.chunk_times) - result.zero for seen in server.asked}
+    later = np.concatenate([np.array(record.token_times) - sent[int(record.request_id[1:])]
+                            for record in result.records])
+    assert len(later) == 8 * 12 and later.min() >= 0 and later.min() < MILLISECOND
+    facts = summarise(result.records, result.facts())
+    assert facts["requests"]["ok"] == 8 and facts["lengths"]["tokens_counted_by"] == {"usage": 8}
+    # Each figure against the server's own log: they differ by no more than chunks were seen late.
+    latest = later.max()
+    for name, of_server in (
+            ("service_ttft_seconds", [sent[int(r.request_id[1:])][0] - (r.sent_at or 0) for r in result.records]),
+            ("tpot_seconds", [(times[-1] - times[0]) / 11 for times in sent.values()])):
+        assert facts[name]["p50"] == pytest.approx(np.percentile(of_server, 50), abs=latest)
+    assert facts["service_ttft_seconds"]["p50"] >= 0.03    # the server never sends early
+    assert facts["itl_mean_per_request_seconds"]["mean"] >= 0.005 - latest / 11
+
+
+def test_with_one_slot_and_a_cap_of_one_the_second_s_wait_is_in_its_ttft() -> None:
+    with serving(lambda body: Script(first_seconds=0.05)) as server:
+        first, second = load(server.url, [ask(0), ask(1)], concurrency=1).records
+    assert second.sent_at is not None and first.ended_at is not None
+    assert second.intended_at == first.ended_at <= second.sent_at <= second.token_times[0] - 0.05
+
+
+# ---- what a server takes
+
+
+@pytest.mark.parametrize("missing", [(), ("continuous_usage_stats",), ("ignore_eos", "min_tokens"), EXTENSIONS])
+def test_a_server_is_asked_only_for_what_it_takes(missing: tuple[str, ...]) -> None:
+    takes = tuple(name for name in EXTENSIONS if name not in missing)
+    with serving(takes=takes) as server:
+        record = one(server.url)
+        body = server.asked[0].body
+    assert record.status == "ok" and sum(record.token_counts) == 5
+    assert not missing or not set(missing) & {*body, *(body.get("stream_options") or {})}
+    assert ("ignore_eos" in body) == ("ignore_eos" in takes)
+
+
+@pytest.mark.parametrize(("takes", "counted_by"), [
+    (EXTENSIONS, "usage"), (("return_token_ids", "include_usage"), "token_ids"), (("include_usage",), "spread"),
+    ((), "events")])
+def test_a_chunk_is_not_a_token_and_the_best_count_there_is_is_used(takes: tuple[str, ...], counted_by: str) -> None:
+    with serving(lambda body: Script(tokens_per_chunk=3), takes=takes) as server:
+        record = one(server.url, ask(0, 8))
+    assert record.counted_by == counted_by and len(record.token_times) == 3
+    assert record.token_counts == {"usage": (3, 3, 2), "token_ids": (3, 3, 2), "spread": (2, 3, 3),
+                                   "events": (1, 1, 1)}[counted_by]
+    assert record.output_tokens == (None if counted_by == "events" else 8)
+
+
+def test_token_ids_are_sent_where_they_are_taken_and_text_where_not() -> None:
+    with serving() as server:
+        assert about(server.url)["prompt_forms"] == ["ids", "text"]
+    with serving(takes_ids=False) as server:
+        assert about(server.url)["prompt_forms"] == ["text"]
+        assert one(server.url, ask(0, prompt="stone")).status == "ok"
+        with pytest.raises(ConfigError, match=r"r0 is given as ids; .* takes text"):
+            one(server.url)
+
+
+def test_chats_are_asked_on_their_route() -> None:
+    with serving() as server:
+        record = one(server.url, ask(0, messages=({"role": "user", "content": "hi"},)), protocol="chat")
+        assert record.status == "ok" and server.asked[0].path == "/v1/chat/completions"
+        assert one(f"{server.url}/v1/chat/completions", ask(1, prompt="hi")).status == "ok"
+        assert server.asked[1].body["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_tgi_is_found_and_spoken_to() -> None:
+    with serving(is_tgi=True) as server:
+        record = one(server.url, ask(0, prompt="stone"))
+        body = server.asked[0].body
+    assert (record.status, record.output_tokens, record.finish_reason) == ("ok", 5, "length")
+    assert len(record.token_times) == 5 and body == {
+        "inputs": "stone", "parameters": {"max_new_tokens": 5, "details": True}}
+
+
+def test_each_request_has_a_connection_of_its_own_unless_asked_otherwise() -> None:
+    with serving() as server:
+        load(server.url, [ask(number) for number in range(5)], concurrency=1, keep_alive=True)
+        assert len({seen.connection for seen in server.asked}) == 1
+        server.seen.clear()
+        assert about(server.url)["connections"] == "one a request"
+
+
+def test_hits_and_preemptions_come_from_usage_or_from_the_server_s_counters() -> None:
+    page = 'vllm:prefix_cache_hits_total{model_name="m"} 30.0\nvllm:prefix_cache_queries_total 1.2e+02\n'
+    assert counters_in(page) == {"prefix_cache_hits": 30, "prefix_cache_queries": 120}
+    with serving(lambda body: Script(cached_tokens=2), metrics=page) as server:
+        result = load(server.url, [ask(0)])
+        assert result.records[0].cached_tokens == 2
+        assert result.grown == {"prefix_cache_hits": 0, "prefix_cache_queries": 0}
+
+
+# ---- what can go wrong
+
+
+@pytest.mark.parametrize(("script", "status", "words"), [
+    (Script(status=500, says="out of order"), "http_error", "HTTP 500: out of order"),
+    (Script(status=400, says="too long"), "http_error", "HTTP 400: too long"),
+    (Script(status=429, says="full"), "refused", "HTTP 429: full"),
+    (Script(status=503, says="draining"), "refused", "HTTP 503: draining"),
+    (Script(num_chunks=2, ends="drop"), "dropped", "after 2 chunks"),
+    (Script(num_chunks=2, ends="no-done"), "dropped", "broke off after 2 chunks"),
+    (Script(num_chunks=2, ends="error"), "http_error", "the step failed"),
+    (Script(num_chunks=1, ends="garbage"), "http_error", "cannot be read.*nonsense"),
+    (Script(num_tokens=0), "dropped", "without a token"),
+    (Script(finish_reason="abort"), "dropped", "ended it with 'abort'")])
+def test_a_failed_request_is_told_by_kind_and_words_and_keeps_what_came(
+        script: Script, status: str, words: str) -> None:
+    def on(body: dict[str, Any]) -> Script:
+        return script if body["prompt"] == [1, 2, 1] else Script()
+
+    with serving(on) as server:
+        good, bad, after = load(server.url, [ask(0), ask(1), ask(2)], concurrency=1).records
+    assert (good.status, after.status) == ("ok", "ok")
+    assert bad.status == status and bad.error is not None
+    assert len(bad.token_times) == (script.num_chunks if script.num_chunks is not None else 5 * (
+        script.status == 200 and script.num_tokens is None))
+    assert re.search(words, bad.error), bad.error
+
+
+def test_an_answer_that_takes_too_long_is_a_timeout() -> None:
+    def on(body: dict[str, Any]) -> Script:
+        return Script(num_chunks=1, ends="hold") if body["max_tokens"] == 5 else Script()
+
+    with serving(on) as server:
+        record = one(server.url, timeout_seconds=0.3)
+    assert record.status == "timeout" and len(record.token_times) == 1
+
+
+def test_a_server_that_goes_away_leaves_unreachable_and_dropped_requests_and_the_results_before() -> None:
+    server = FakeServer(lambda body: Script(num_chunks=1, ends="hold") if body.get("prompt") == [1, 2, 1] else Script())
+
+    async def run() -> CellResult:
+        async with HttpTarget(server.url, HttpOptions()) as target:
+            plan = CellPlan(name="c", concurrency=1)
+            task = asyncio.ensure_future(run_cell(target, [ask(0), ask(1), ask(2)], plan))
+            await asyncio.to_thread(server.until, lambda: len(server.asked) == 2 and bool(server.asked[1].chunk_times))
+            await asyncio.to_thread(server.stop)
+            return await task
+
+    records = asyncio.run(run()).records
+    assert [record.status for record in records] == ["ok", "dropped", "unreachable"]
+    assert server.url in (records[2].error or "")
+
+
+def closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_a_server_that_is_not_there_is_told_with_its_url() -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    for target in (url, f"{url}/v1/completions"):
+        with pytest.raises(EngineError, match=url):
+            about(target, model="m")
+
+
+def test_a_server_of_another_kind_is_told_so() -> None:
+    with serving(is_tgi=True) as server:
+        with pytest.raises(EngineError, match="no list of models"):
+            about(f"{server.url}/v1/completions")
+    with serving(streams=False) as server:
+        with pytest.raises(EngineError, match="no event stream but application/json"):
+            about(server.url)
+    with serving(lambda body: Script(status=401, says="who are you?")) as server:
+        with pytest.raises(EngineError, match="who are you"):
+            about(server.url)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:99999"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="URL"):
+        HttpTarget(url, HttpOptions())
+
+
+def test_a_url_may_be_a_server_or_a_route() -> None:
+    assert split_url("http://a:1/") == split_url("http://a:1/v1") == ("http://a:1", None)
+    assert split_url("http://a:1/v1/chat/completions") == ("http://a:1", "chat")
+    assert split_url("https://a/x/generate_stream") == ("https://a/x", "tgi")
+    with pytest.raises(ConfigError, match="does not go with"):
+        HttpTarget("http://a/generate_stream", HttpOptions(protocol="chat"))
+
+
+# ---- events
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=3), st.integers(0, 99), max_size=3), max_size=6), st.data())
+def test_events_come_whole_however_their_bytes_are_cut(values: list[dict[str, int]], data: st.DataObject) -> None:
+    newline = data.draw(st.sampled_from([b"\n", b"\r\n"]))
+    told = b"".join(b": comment" + newline + b"data: " + orjson.dumps(value) + newline * 2 for value in values)
+    reader, found = EventReader(), []
+    while told:
+        cut = data.draw(st.integers(1, max(1, len(told))))
+        found += reader.feed(told[:cut])
+        told = told[cut:]
+    assert [orjson.loads(event) for event in found + reader.finish()] == values
+
+
+def test_a_stream_without_its_last_empty_line_still_gives_its_last_event() -> None:
+    reader = EventReader()
+    assert reader.feed(b"data: 1\ndata:2\n\ndata: 3") == [b"1\n2"]
+    assert reader.finish() == [b"3"]
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 7, 100])
+def test_tokens_spread_over_chunks_add_up(total: int) -> None:
+    call = Call(clock=lambda: 0.0)
+    for number in range(7):
+        call.chunk(float(number), None)
+    call.usage({"completion_tokens": total})
+    record = call.record(ask(0), "c", False)
+    assert sum(record.token_counts) == total and len(record.token_counts) == 7
