@@ -40,14 +40,21 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """unit: "clients" (closed loop) or "requests/s" (open loop)."""
+    """unit: "clients" (closed loop), "requests/s", perhaps with a cap, or a kind of arrivals without one rate."""
 
     value: float
     unit: str
 
     @property
     def name(self) -> str:
+        if self.unit.startswith("arrivals by"):
+            return self.unit.replace("arrivals by", "arrivals:")
         return f"{self.value:g} {self.unit if self.value != 1 else self.unit.replace('clients', 'client')}"
+
+
+def plain_name(name: str) -> str:
+    """For files."""
+    return "".join(one if one.isalnum() or one == "." else "_" for one in name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +72,7 @@ class Cell:
 
     @property
     def file_name(self) -> str:
-        unit = "c" if self.load.unit == "clients" else "rps"
-        name = "".join(one if one.isalnum() or one in "-." else "_" for one in self.contestant)
-        return f"{name}-{self.load.value:g}{unit}-round{self.round}.jsonl"
+        return "-".join((plain_name(self.contestant), plain_name(self.load.name), f"round{self.round}.jsonl"))
 
     @cached_property
     def summary(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import charts, svg, timeline_charts
 from .charts import Panel, Point, Series
-from .comparison import Cell, Comparison, Load
+from .comparison import Cell, Comparison, Load, plain_name
 from .findings import advantage, headline, uneven
 from .journal_view import KV_DEFINITIONS, JournalView
 from .measures import OURS
@@ -49,7 +49,7 @@ def figures(comparison: Comparison) -> Iterator[Figure]:
 
 def load_axis(comparison: Comparison) -> Axis:
     unit = comparison.loads[0].unit
-    title = "clients, each with one request under way" if unit == "clients" else "requests/s asked for"
+    title = "clients, each with one request under way" if unit == "clients" else f"{unit} asked for"
     return Axis(title, svg.figure, True, tuple(load.value for load in comparison.loads))
 
 
@@ -144,7 +144,7 @@ def histogram_figure(comparison: Comparison, load: Load) -> Figure:
 # --- over time
 
 def slug(load: Load) -> str:
-    return f"{load.value:g}_{'clients' if load.unit == 'clients' else 'per_second'}".replace(".", "p")
+    return plain_name(load.name).replace(".", "_")
 
 
 def time_figures(comparison: Comparison, load: Load) -> Iterator[Figure]:

@@ -126,9 +126,7 @@ def _weakest(comparison: Comparison, winner: str, numbers: dict[str, Any]) -> st
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
     yield from _unfinished(comparison)
-    for cell in comparison.cells:
-        if not cell.summary["client"]["is_valid"]:
-            yield f"{_name(cell)} is {cell.summary['client']['verdict']}."
+    yield from _invalid(comparison)
     for cell in comparison.cells:
         if cell.summary["requests"]["failed"]:
             kinds = ", ".join(f"{facts['count']} {kind}" for kind, facts in cell.summary["requests"]["errors"].items())
@@ -171,6 +169,17 @@ def uneven(comparison: Comparison, load: Load) -> Iterator[str]:
                f"{max(lengths)[0]:.0f} ({max(lengths)[1]}) on average.")
 
 
+def _invalid(comparison: Comparison) -> Iterator[str]:
+    """A line a contestant and load."""
+    for load in comparison.loads:
+        for one in comparison.contestants:
+            cells = comparison.cells_of(one.name, load)
+            bad = [cell for cell in cells if not cell.summary["client"]["is_valid"]]
+            if bad:
+                yield (f"{one.name} at {load.name}: {len(bad)} of {len(cells)} rounds are "
+                       f"{bad[0].summary['client']['verdict']}.")
+
+
 def _doors(comparison: Comparison) -> Iterator[str]:
     inside = [one.name for one in comparison.contestants if one.kind == "preset"]
     outside = [one.name for one in comparison.contestants if one.kind != "preset"]
@@ -203,6 +212,6 @@ def _rounds(comparison: Comparison) -> Iterator[str]:
     least = min((cell.summary["requests"]["ok"] for cell in comparison.cells), default=0)
     if 0 < least < FEW_FOR_P99:
         yield f"{least} requests a cell: a p99 is nearly the slowest single request of each round."
-    if comparison.loads and comparison.loads[0].unit == "clients":
+    if comparison.loads[0].unit == "clients":
         yield ("A closed loop: a slow contestant is asked less often, which hides the queue that open traffic would "
                "build. --rate R asks at a fixed rate.")
