@@ -25,7 +25,7 @@ def main() -> None:
     model.generation_config.save_pretrained(folder)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # transformers refuses to write a model that came from a GGUF; the configuration is written last, as it marks the end.
+    # transformers refuses to write a model that came from a GGUF. The configuration comes last: it marks the end.
     config = model.config.to_dict() | {"dtype": "bfloat16", "architectures": [type(model).__name__]}
     config.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

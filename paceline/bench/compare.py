@@ -96,8 +96,8 @@ class Comparing:
         setup.setdefault("run", {})["seconds"] = seconds
         setup["calibration"] = calibration_facts(self._calibrations)
         return Comparison(setup=setup, contestants=[one.contestant for one in self._entrants],
-                          loads=[load_of(cell) for cell in self._plan.cells], cells=tuple(self._cells), baseline=self._plan.baseline,
-                          num_rounds_asked=self._plan.num_rounds)
+                          loads=[load_of(cell) for cell in self._plan.cells], cells=tuple(self._cells),
+                          baseline=self._plan.baseline, num_rounds_asked=self._plan.num_rounds)
 
     async def run(self, on_round: Callable[[], None]) -> None:
         """on_round is told of each whole round. Cancelled, as by Ctrl-C, it ends in good order."""

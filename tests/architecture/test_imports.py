@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE | {"kv", "sched", "model"},
     "sim": BASE | {"presets", "kv", "sched", "engine"},
     "server": BASE | {"logs", "kv", "sched", "model", "engine"},
-    "bench": BASE | {"presets", "kv", "sched", "model", "engine", "sim"},
+    "bench": BASE | {"presets", "kv", "sched", "ops", "model", "engine", "sim"},
 }
 COMPOSITION = {"build", "info", "journals", "cli", "flags", "commands", "__init__", "__main__"}    # may import anything
 
