@@ -122,7 +122,7 @@ MISTAKES = [
     (("journal", "/no/such/file", "--width", "0"), "width must be at least 1"),
     (("replay", "/no/such/file"), "/no/such/file: cannot be read: No such file"),
     (("replay", "/no/such/file", "--preset", "orca"), "/no/such/file"),
-    (("bench",), "WHAT"),
+    (("bench",), "TARGET"),
     (("bench", "gpu"), "gpu"),
     (("bench", "core", "--preset", "orca"), "'vllm'"),
     *((command, said) for template, said in (("/no/such.jinja", "/no/such.jinja: cannot be read: No such file"),

@@ -50,16 +50,20 @@ def _bench(arguments: argparse.Namespace) -> int:
         return _core(arguments)
     if find_spec("aiohttp") is None:
         raise ConfigError("bench needs aiohttp: pip install 'paceline[bench]'")
+    from .bench_files import ResultFiles
     from .bench_options import Load
 
     load = Load(arguments)
     opened = _server(arguments) if "://" in arguments.target else _engine(arguments)
+    files = None if arguments.output is None else ResultFiles(arguments.output)
     import uvloop
 
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        facts = runner.run(_measure(opened, load, arguments))
+        facts = runner.run(_measure(opened, load, arguments, files))
     facts = {"paceline": __version__, "started_at": started_at, "command": _command_line(arguments)} | facts
+    if files is not None:
+        files.finish(facts)
     return _tell(facts, arguments)
 
 
@@ -119,14 +123,12 @@ def _engine(arguments: argparse.Namespace) -> Opened:
     return opened
 
 
-async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    from .bench_files import ResultFiles
+async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, files: Any) -> dict[str, Any]:
     from .bench_run import Bench, interruptible
     from .progress import Progress
     from .request_file import write_requests
 
     progress = Progress(sys.stderr)
-    files = None if arguments.output is None else ResultFiles(arguments.output)
     async with opened() as target:
         load.fitted(target)
         plan = load.plan()
@@ -142,10 +144,7 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace) -> 
 
         bench = Bench(target, plan, progress, on_cell)
         result = await interruptible(load.run(bench), bench)
-        facts = {"target": {"name": target.name, **target.about()}, **load.about(), **result.about()}
-    if files is not None:
-        files.finish(facts)
-    return facts
+        return {"target": {"name": target.name, **target.about()}, **load.about(), **result.about()}
 
 
 def _command_line(arguments: argparse.Namespace) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from ..errors import EngineError
+from ..errors import ConfigError, EngineError
 from .load_generator import CellResult
 from .records import RequestRecord
 
@@ -20,13 +20,15 @@ RECORDS, SUMMARY, TABLE = "records.jsonl", "summary.json", "summary.csv"
 
 
 class ResultFiles:
-    """A directory of results; made new, never mixed with older ones. Raises EngineError where it cannot be written."""
+    """A directory of results. Raises ConfigError where it has some already, EngineError where it cannot be written."""
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            (self._directory / RECORDS).write_bytes(b"")
+            (self._directory / RECORDS).open("xb").close()
+        except FileExistsError as error:
+            raise ConfigError(f"output: {error.filename} is there already; results are not mixed") from error
         except OSError as error:
             raise EngineError(f"{directory}: cannot be written: {error.strerror}") from error
 
@@ -121,8 +123,9 @@ def _meanings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if not cells:
         return ["nothing was measured"]
     first = cells[0]["repeats"][0]
-    lines = [f"definitions: {first['definitions']}; p50 and p99 over requests that ended well"
-             + ("; of repeats the mean ± half of Student's 95% interval" if len(cells[0]["repeats"]) > 1 else "")]
+    lines = ["p50 and p99 are over requests that ended well"]
+    if len(cells[0]["repeats"]) > 1:
+        lines[0] += "; of repeats the mean ± half of Student's 95% interval"
     names = [name for name in first if name.endswith("_seconds") and not name.startswith("service_")]
     lines += [f"  {name.removesuffix('_seconds')}: {first[name]['definition']}" for name in names]
     lines += [f"  throughput: {first['throughput']['definition']}", f"  cache: {first['cache_hit_rate']['definition']}",
@@ -130,8 +133,33 @@ def _meanings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if first["goodput"] is not None:
         limits = "; ".join(f"{name}: {text}" for name, text in first["goodput"]["limits"].items())
         lines.append(f"  good: share of requests that keep {limits}; {first['goodput']['definition']}")
+    lines += _others(cells)
     lines.append(f"  warm-up: {first['requests']['warm_up_excluded']} requests before each cell, in no figure")
     return lines
+
+
+def _others(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The same requests in other tools' words, and these words' meanings."""
+    lines: list[str] = []
+    for name, meanings in cells[0]["repeats"][0]["in_words_of"].items():
+        words = [word for word in meanings if word != "throughput"]
+        for one in (one for cell in cells for one in cell["repeats"]):
+            told = one["in_words_of"][name]
+            shown = [f"{_short(word)} {_ms(told[word]['p50'])} / {_ms(told[word]['p99'])}" for word in words]
+            rate = told["throughput"]["output_tokens_per_second"]
+            shown.append("no throughput" if rate is None else f"{rate:.1f} output tokens/s")
+            lines.append(f"  in {name}'s words, {one['cell']}: ms p50 / p99: {', '.join(shown)}")
+        lines += [f"    {_short(word)}: {meanings[word]['definition']}" for word in words]
+        lines.append(f"    throughput: {meanings['throughput']['definition']}")
+    return lines
+
+
+def _short(word: str) -> str:
+    return word.removesuffix("_seconds").upper()
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -140,6 +168,9 @@ def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         for one in cell["repeats"]:
             if not one["client"]["is_valid"]:
                 lines.append(f"{one['cell']}: {one['client']['verdict']}")
+            elif (lag := one["client"]["loop_lag_seconds"]["p99"] or 0.0) > one["client"]["bound_seconds"]:
+                lines.append(f"{one['cell']}: the client read up to {1e3 * lag:.1f} ms late (p99): single times, "
+                             "such as ITL p99, are as uncertain")
             for kind, seen in one["requests"]["errors"].items():
                 lines.append(f"{one['cell']}: {seen['count']} {kind}, the first: {seen['first']}")
             if other := one["lengths"]["output_other_than_asked"]:

@@ -50,7 +50,8 @@ RUN_FLAGS: tuple[Flag, ...] = (
     ("time_scale", float, "F", "on recorded arrival times; 0.5 is twice as fast"),
     ("repeats", int, "N", "rounds over all cells, for intervals (default: 1)"),
     ("warm_up", int, "N", "requests before each cell that enter no figure (default: as many as run at once)"),
-    ("definitions", str, "NAME", f"whose words the figures are: {', '.join(DEFINITIONS)} (default: ours)"),
+    ("definitions", str, "NAME,...", "tell the figures in another tool's words beside ours: "
+                                     f"{', '.join(name for name in DEFINITIONS if name != 'ours')}"),
     ("find_rate", float, "R", "find the greatest rate that keeps --slo by bisection, from this first guess"),
     ("attainment", float, "F", "with --find-rate: share of requests that must keep their limits (default: 0.9)"),
     ("rate_precision", float, "F", "with --find-rate: stop when the rate is known to this share (default: 0.05)"),

@@ -53,7 +53,8 @@ class Load:
         drafts = draft(self.spec) if self.requests is None else self.requests
         has_recorded_times = all(one.arrival_seconds is not None for one in drafts if not one.after)
         self._run = _RunOptions(arguments, has_recorded_times)
-        self._run.check(self.requests, drafts)
+        self._run.check(drafts)
+        self.plan()    # a mistake is told before anybody is asked
 
     def fitted(self, target: Target) -> None:
         """Prompts of a form and of tokens that the target takes, within its context."""
@@ -79,7 +80,7 @@ class Load:
     def plan(self) -> BenchPlan:
         run = self._run
         return BenchPlan(workload=self.spec, requests=self.requests, is_salted=self._is_salted, cells=run.cells,
-                         repeats=run.repeats, warm_up=run.warm_up, slos=run.slos, definitions=run.definitions,
+                         repeats=run.repeats, warm_up=run.warm_up, slos=run.slos, beside=run.beside,
                          salt=self.salt)
 
     def num_cut(self) -> int:
@@ -100,8 +101,9 @@ class _RunOptions:
         self.precision: float = told.get("rate_precision", 0.05)
         self.repeats: int = told.get("repeats", 1)
         self.warm_up: int | None = told.get("warm_up")
-        self.definitions: str = told.get("definitions", "ours")
-        definitions_named(self.definitions)
+        self.beside = tuple(name for name in told.get("definitions", "ours").split(",") if name != "ours")
+        for name in self.beside:
+            definitions_named(name)
         self.slos = slo_table(arguments.slo or ())
         self._check_search(told)
         self.cells = self._cells(told, has_recorded_times)
@@ -137,7 +139,7 @@ class _RunOptions:
         return [Cell(arrivals=Arrivals(kind=kind, rate=rate, **shape), concurrency=cap)
                 for rate in rates for cap in caps]
 
-    def check(self, requests: list[Asked] | None, drafts: Any) -> None:
+    def check(self, drafts: Any) -> None:
         if any(cell.arrivals.kind == "trace" for cell in self.cells):
             self.cells[0].arrivals.times([one.arrival_seconds for one in drafts if not one.after], 0)
 

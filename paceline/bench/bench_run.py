@@ -53,7 +53,7 @@ class BenchPlan:
     repeats: int = 1
     warm_up: int | None = None               # requests before each cell; None: as many as run at once
     slos: Mapping[str | None, Slo] = field(default_factory=dict)
-    definitions: str = "ours"
+    beside: Sequence[str] = ()               # other tools in whose words the figures are told as well
     salt: str
 
     def __post_init__(self) -> None:
@@ -87,17 +87,21 @@ class BenchPlan:
                         warm_up=self._warm_up(count, place))
 
     def _warm_up(self, count: int, place: str) -> list[Asked]:
-        """Requests of the same shape with other words, as often as needed."""
+        """Requests of the same shape with other words, as often as needed. None waits for another: as many as run at
+        once are to be seen by the target at once."""
         found: list[Asked] = []
         while len(found) < count:
             number = len(found)
             more = self.asked_in(f"{place}/warm-up-{number}")[: count - number]
-            found += [renamed(asked, f"warm-up-{number}-") for asked in more]
+            found += [replace(asked, request_id=f"warm-up-{number}-{asked.request_id}", after=(), think_seconds=0.0)
+                      for asked in more]
         return found
 
 
-def renamed(asked: Asked, prefix: str) -> Asked:
-    return replace(asked, request_id=prefix + asked.request_id, after=tuple(prefix + name for name in asked.after))
+def in_words_of(result: CellResult, name: str) -> dict[str, Any]:
+    """What another tool would tell of the same requests: latencies and throughput."""
+    summary = summarise(result.records, result.facts(definitions=name))
+    return {key: value for key, value in summary.items() if key.endswith("_seconds") or key == "throughput"}
 
 
 @dataclass(kw_only=True)
@@ -154,7 +158,8 @@ class Bench:
         place = self._plan.place(cell, number)
         result = await run_cell(self._target, self._plan.asked_in(place), self._plan.cell_plan(cell, place),
                                 self._watch)
-        summary = summarise(result.records, result.facts(self._plan.slos, self._plan.definitions))
+        summary = summarise(result.records, result.facts(self._plan.slos))
+        summary["in_words_of"] = {name: in_words_of(result, name) for name in self._plan.beside}
         summary |= {"round": number + 1, "is_interrupted": result.is_interrupted, "not_sent": result.num_not_sent}
         self.result.results.append(result)
         self.result.summaries.setdefault(cell.name, []).append(summary)

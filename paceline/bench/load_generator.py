@@ -3,7 +3,8 @@
 The clock of a request starts when the load wanted it sent: at its arrival in an open loop, when its client became free
 in a closed one, when the thinking after the turn before was over. Waiting for the cap on concurrency is part of what it
 met. What only this client is guilty of, a late send or a late look at what came, is measured beside (metrics.py says
-when that makes a cell invalid). While a cell runs, the garbage collector is off and nothing else is done here.
+when that makes a cell invalid). While a cell runs, nothing else is done here, and the garbage collector leaves alone what
+was there before.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class CellResult:
     plan: CellPlan
     records: list[RequestRecord]
     loop_lags: list[float]
+    loop_core_share: float | None      # processor time of the event loop's thread over the measured time
     grown: dict[str, int]
     zero: float                        # what the clock said at the start of the cell
     num_not_sent: int = 0
@@ -65,6 +67,7 @@ class CellResult:
         return CellFacts(
             name=self.plan.name, arrivals=self.plan.arrivals.text(), concurrency=self.plan.concurrency,
             slos=slos or {}, definitions=definitions, loop_lags=self.loop_lags,
+            loop_core_share=self.loop_core_share,
             server_cache=None if hits is None or queries is None else (hits, queries),
             server_preemptions=self.grown.get("num_preemptions"))
 
@@ -119,6 +122,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._zero = clock()
+        self._core_share: float | None = None
         self._start = self._measure_start = 0.0
         self._lags: list[float] = []
         self._threads = threads_of(requests)
@@ -148,7 +152,7 @@ class Run:
 
     async def measure(self) -> None:
         self.is_warming_up = False
-        self._measure_start = self.now()
+        self._measure_start, busy = self.now(), time.thread_time()
         with _quiet_collector():
             lag = asyncio.ensure_future(self._watch_lag())
             try:
@@ -159,12 +163,15 @@ class Run:
                     await self._open_loop()
             finally:
                 lag.cancel()
+                if self.measured_seconds > 0:
+                    self._core_share = (time.thread_time() - busy) / self.measured_seconds
 
     def result(self) -> CellResult:
         num_recorded = sum(not record.is_warm_up for record in self.records)
         return CellResult(
-            plan=self.plan, records=self.records, loop_lags=self._lags, grown=self.grown, zero=self._zero,
-            num_not_sent=self.num_requests - num_recorded, is_interrupted=self.is_interrupted)
+            plan=self.plan, records=self.records, loop_lags=self._lags, loop_core_share=self._core_share,
+            grown=self.grown, zero=self._zero, num_not_sent=self.num_requests - num_recorded,
+            is_interrupted=self.is_interrupted)
 
     async def _closed_loop(self, threads: Sequence[Sequence[Asked]], num_clients: int) -> None:
         """Each client takes the next thread when it has ended the one before."""
@@ -301,12 +308,10 @@ async def _together(coroutines: Sequence[Any]) -> None:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """No pause of the garbage collector falls into a measurement."""
-    was_enabled = gc.isenabled()
+    """No long pause of the garbage collector falls into a measurement: it has only what is new to look through."""
     gc.collect()
-    gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.unfreeze()

@@ -22,6 +22,7 @@ from .slo import LIMITED, Slo, slo_of
 PERCENTILES = (50, 90, 95, 99)
 LEAST_DELAY_BOUND_SECONDS = 0.005
 DELAY_BOUND_SHARE = 0.01
+CORE_SHARE_BOUND = 0.9
 # Two-sided 95% quantiles of Student's t by degrees of freedom (from any table); beyond them the normal's.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
                2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
@@ -38,6 +39,7 @@ class CellFacts:
     slos: Mapping[str | None, Slo] = field(default_factory=dict)
     definitions: str = "ours"
     loop_lags: Sequence[float] = ()                      # seconds a timer of the client's event loop was late
+    loop_core_share: float | None = None                 # processor time of the client's event loop over time
     server_cache: tuple[int, int] | None = None          # prompt tokens (hit, looked up) by the server's counters
     server_preemptions: int | None = None
 
@@ -57,7 +59,7 @@ def summarise(records: Sequence[RequestRecord], cell: CellFacts) -> dict[str, An
     facts["lengths"] = _lengths(good)
     facts["cache_hit_rate"] = _cache_hit_rate(good, cell.server_cache)
     facts["preemptions"] = _preemptions(measured, cell.server_preemptions)
-    facts["client"] = client_facts(measured, cell.loop_lags)
+    facts["client"] = _client(measured, cell)
     return facts
 
 
@@ -182,21 +184,26 @@ def _preemptions(measured: Sequence[RequestRecord], counted: int | None) -> dict
     return {"value": counted, "definition": "growth of the server's counter in the cell; none where it does not tell"}
 
 
-def client_facts(measured: Sequence[RequestRecord], loop_lags: Sequence[float]) -> dict[str, Any]:
-    """Whether the client kept up, and the bound that says so."""
+def _client(measured: Sequence[RequestRecord], cell: CellFacts) -> dict[str, Any]:
+    """Whether the client kept up, and the bounds that say so."""
     delays = [record.sent_at - (record.intended_at if record.released_at is None else record.released_at)
               for record in measured if record.sent_at is not None]
     ttfts = [record.token_times[0] - sent(record) for record in measured if record.token_times]
     bound = max(DELAY_BOUND_SHARE * float(np.percentile(ttfts, 50)) if ttfts else 0.0, LEAST_DELAY_BOUND_SECONDS)
     delay = statistics(delays, "sent - the moment from which only the client held the request (its intended time, or "
                                "when the cap on concurrency let it go)")
-    lag = statistics(loop_lags, "how late a timer of the client's event loop rang: news is read as late as that")
-    late = [name for name, facts in (("schedule delay", delay), ("event loop lag", lag)) if (facts["p99"] or 0) > bound]
+    lag = statistics(cell.loop_lags, "how late a timer of the client's event loop rang: news is read as late as that")
+    share = cell.loop_core_share
+    faults = [text for is_fault, text in (
+        ((delay["p99"] or 0) > bound, f"p99 of schedule delay is above {1e3 * bound:.3g} ms"),
+        ((lag["p50"] or 0) > bound, f"p50 of event loop lag is above {1e3 * bound:.3g} ms"),
+        ((share or 0) > CORE_SHARE_BOUND, f"its event loop took over {CORE_SHARE_BOUND:.0%} of a core")) if is_fault]
     return {
-        "is_valid": not late, "bound_seconds": bound, "schedule_delay_seconds": delay, "loop_lag_seconds": lag,
-        "verdict": "valid" if not late else f"INVALID: the client was a bottleneck, p99 of {' and '.join(late)} is "
-                                            f"above {1e3 * bound:.3g} ms",
-        "definition": "valid while p99 of schedule delay and of loop lag stay within 1% of p50 TTFT, or 5 ms if more"}
+        "is_valid": not faults, "bound_seconds": bound, "schedule_delay_seconds": delay, "loop_lag_seconds": lag,
+        "core_share": share,
+        "verdict": f"INVALID: the client was a bottleneck: {' and '.join(faults)}" if faults else "valid",
+        "definition": "valid while p99 of schedule delay and p50 of event loop lag are within 1% of p50 TTFT (or 5 ms, "
+                      "if that is more) and the loop within 90% of a core; p99 of the lag is the doubt of single times"}
 
 
 def _mean(values: Sequence[float]) -> float | None:

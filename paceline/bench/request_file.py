@@ -146,7 +146,9 @@ def _salted(asked: Asked, ids: tuple[int, ...], words: str) -> Asked:
         return replace(asked, prompt=f"{words} {asked.prompt}", num_prompt_tokens=num_prompt)
     assert asked.messages is not None
     first, *rest = asked.messages
-    if not isinstance(first["content"], str):
-        return asked    # parts of several kinds: left as they are
-    return replace(asked, messages=({**first, "content": f"{words} {first['content']}"}, *rest),
-                   num_prompt_tokens=num_prompt)
+    content = first["content"]
+    if isinstance(content, str):
+        content = f"{words} {content}"
+    elif isinstance(content, list):
+        content = [{"type": "text", "text": words}, *content]
+    return replace(asked, messages=({**first, "content": content}, *rest), num_prompt_tokens=num_prompt)

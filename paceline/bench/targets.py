@@ -7,6 +7,7 @@ client that reuses one then fails or waits.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping
@@ -116,6 +117,7 @@ class HttpTarget:
 
     async def __aenter__(self) -> HttpTarget:
         """Finds out what the server is and takes. Raises EngineError, with the URL, where it cannot be used."""
+        raise_file_limit()
         connector = aiohttp.TCPConnector(limit=0, force_close=not self._options.keep_alive)
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
         if self._options.api_key is not None:
@@ -272,6 +274,15 @@ _TINY = {
     "text": Asked(request_id="probe", num_output_tokens=3, prompt="stone river"),
     "messages": Asked(request_id="probe", num_output_tokens=3, messages=({"role": "user", "content": "stone river"},)),
 }
+
+
+def raise_file_limit() -> None:
+    """As many connections at once as the system allows this process; its first limit is often 1,024 files."""
+    with contextlib.suppress(ImportError, ValueError, OSError):    # not on Windows; some systems refuse
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def split_url(url: str) -> tuple[str, str | None]:

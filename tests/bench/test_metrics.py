@@ -128,14 +128,15 @@ def test_the_hit_rate_is_that_of_the_answers_else_of_the_server_s_counters_else_
     assert summarise([record()], cell())["cache_hit_rate"]["value"] is None
 
 
-@pytest.mark.parametrize(("delay", "lag", "is_valid"), [
-    (0.005, 0.005, True), (0.0051, 0.0, False), (0.0, 0.0051, False)])
-def test_a_client_that_was_late_by_more_than_5_ms_makes_the_cell_invalid(
-        delay: float, lag: float, is_valid: bool) -> None:
+@pytest.mark.parametrize(("delay", "lags", "share", "fault"), [
+    (0.005, [0.005], 0.9, None), (0.0051, [0.0], 0.1, "schedule delay"), (0.0, [0.0051], 0.1, "event loop lag"),
+    (0.0, [0.0, 0.001, 0.5], 0.1, None), (0.0, [0.0], 0.91, "a core")])
+def test_a_client_that_was_late_or_busy_makes_the_cell_invalid_and_the_verdict_says_by_which_bound(
+        delay: float, lags: list[float], share: float, fault: str | None) -> None:
     late = record(intended_at=0.0, released_at=0.0, sent_at=delay, token_times=(delay + 0.25,), token_counts=(1,))
-    facts = summarise([late], cell(loop_lags=[lag]))["client"]
-    assert facts["is_valid"] is is_valid and facts["bound_seconds"] == 0.005
-    assert ("5 ms" in facts["verdict"]) is not is_valid
+    facts = summarise([late], cell(loop_lags=lags, loop_core_share=share))["client"]
+    assert facts["is_valid"] is (fault is None) and facts["bound_seconds"] == 0.005
+    assert (fault or "valid") in facts["verdict"] and facts["loop_lag_seconds"]["max"] == max(lags)
 
 
 def test_with_slow_answers_the_bound_is_one_percent_of_their_ttft() -> None:
