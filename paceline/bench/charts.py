@@ -73,14 +73,14 @@ class Frame:
 
 
 def x_ticks(scale: Scale, axis: Axis, bottom: float, top: float | None = None) -> list[str]:
-    """Ticks with their words, thinned out where they would touch, and the axis's title under them."""
+    """Ticks with their words, left out where they would touch or leave the panel, and the axis's title under them."""
     parts: list[str] = []
     free_from = -1e9
     most = max(2, int((scale.end - scale.start) / 52))
     for value in axis.ticks or scale.ticks(most):
         x, words = scale(value), axis.words(value)
         half = text_width(words) / 2
-        if x - half < free_from:
+        if x - half < free_from or x + half > scale.end + 14:
             continue
         free_from = x + half + 6
         parts += [svg.line(x, bottom if top is None else top, x, bottom + 4, "rule" if top is None else "grid"),

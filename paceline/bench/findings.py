@@ -141,7 +141,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.contestant} at {cell.load.name}, round {cell.round},"
+    return f"{cell.contestant} at {cell.load.name} in round {cell.round}"
 
 
 def _unfinished(comparison: Comparison) -> Iterator[str]:
