@@ -49,7 +49,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.target == "core":
         return _core(arguments)
     if find_spec("aiohttp") is None:
-        raise ConfigError("bench needs aiohttp: pip install 'paceline[bench]'")
+        raise ConfigError("bench needs aiohttp: pip install aiohttp (or the extra: 'paceline[bench]')")
     from .bench_files import ResultFiles
     from .bench_options import Load
 
@@ -127,8 +127,10 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, fil
     from .bench_run import Bench, interruptible
     from .progress import Progress
     from .request_file import write_requests
+    from .self_test import ceiling
 
     progress = Progress(sys.stderr)
+    own = {"client_ceiling": await ceiling()} if arguments.self_test else {}
     async with opened() as target:
         load.fitted(target)
         plan = load.plan()
@@ -144,7 +146,7 @@ async def _measure(opened: Opened, load: Any, arguments: argparse.Namespace, fil
 
         bench = Bench(target, plan, progress, on_cell)
         result = await interruptible(load.run(bench), bench)
-        return {"target": {"name": target.name, **target.about()}, **load.about(), **result.about()}
+        return {"target": {"name": target.name, **target.about()}, **load.about(), **own, **result.about()}
 
 
 def _command_line(arguments: argparse.Namespace) -> list[str]:
@@ -153,12 +155,12 @@ def _command_line(arguments: argparse.Namespace) -> list[str]:
 
 
 def _tell(facts: dict[str, Any], arguments: argparse.Namespace) -> int:
-    from .bench_files import found_rate_text, table
+    from .bench_files import found_rate_text, headline, table
 
     if arguments.json:
         put(json.dumps(facts))
     else:
-        put(table(facts["cells"]) + found_rate_text(facts["found_rate"]))
+        put(headline(facts) + "\n\n" + table(facts["cells"]) + found_rate_text(facts["found_rate"]))
     if facts["is_interrupted"]:
         return 130
     return 0 if all(one["requests"]["ok"] for cell in facts["cells"] for one in cell["repeats"]) else 1

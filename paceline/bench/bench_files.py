@@ -77,6 +77,30 @@ COLUMNS = ("cell", "ok", "failed", "req/s", "out tok/s", "TTFT ms", "p99", "TPOT
            "good", "cache", "client")
 
 
+SHAPE = ("prompts", "prompt_tokens", "output_tokens", "prefix_tokens", "fan_out", "turns", "think_seconds", "trace")
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """Whom the figures are about, and what was asked."""
+    target, load = facts["target"], facts["load"]
+    named = " ".join(str(target[name]) for name in ("model", "preset", "protocol", "fingerprint") if target.get(name))
+    lines = [f"target: {target.get('url', target['name'])} ({named})"]
+    if "requests_file" in load:
+        lines.append(f"load: {load['num_requests']} requests of {load['requests_file']}, salt {load['salt']}")
+    else:
+        told = [f"{name} {load[name]}" for name in SHAPE if load[name] is not None]
+        told += [f"lengths x {load['length_scale']:g}"] if load["length_scale"] != 1 else []
+        lines.append(f"load: {load['name']} ({load['about']}), {load['num_requests']} requests, seed {load['seed']}, "
+                     f"salt {load['salt']}, {', '.join(told)}")
+    if cut := load["prompts_cut_to_context"]:
+        lines.append(f"  {cut} prompts were cut to a context of {load['max_context']} tokens")
+    if (limit := facts.get("client_ceiling")) is not None:
+        lines.append(f"client: reads at least {limit['output_tokens_per_second']:.0f} tokens/s here, with "
+                     f"{limit['core_share']:.0%} of a core: {limit['definition']}")
+    lines += [load["attribution"]] if "attribution" in load else []
+    return "\n".join(lines)
+
+
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """A line for each cell (of repeats their mean, +- half of the 95% interval), then what the figures mean and what
     a reader must know before believing them."""
@@ -177,8 +201,11 @@ def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
                 lines.append(f"{one['cell']}: {other} answers were not as long as asked: asked "
                              f"{one['lengths']['output_asked_mean']:.1f} tokens on average, got "
                              f"{one['lengths']['output_achieved_mean']:.1f}")
-            if guessed := one["lengths"]["tokens_counted_by"].get("spread", 0):
+            counted_by = one["lengths"]["tokens_counted_by"]
+            if guessed := counted_by.get("spread", 0) + counted_by.get("guess", 0):
                 lines.append(f"{one['cell']}: {guessed} answers came in chunks of unknown size: ITL is that of chunks")
+            if "guess" in counted_by:
+                lines.append(f"{one['cell']}: the server tells no usage: output tokens are a guess, one a chunk")
             if one["is_interrupted"]:
                 lines.append(f"{one['cell']}: interrupted; {one['not_sent']} requests were not sent")
     rates = [one["cache_hit_rate"]["value"] for cell in cells for one in cell["repeats"]]

@@ -62,6 +62,7 @@ HTTP_FLAGS: tuple[Flag, ...] = (
     ("api_key", str, "KEY", "key for the server"),
     ("timeout_seconds", float, "S", "for a whole answer (default: 600)"),
     ("keep_alive", None, "", "reuse connections; some servers close theirs unsaid, and requests then fail"),
+    ("self_test", None, "", "first measure what this client can read here, from a server that answers at once"),
 )
 OUTPUT_FLAGS: tuple[Flag, ...] = (
     ("save_requests", str, "FILE", "write the first cell's requests, for asking other targets the same"),

@@ -18,11 +18,13 @@ from .records import Asked
 from .request_file import read_requests
 from .slo import slo_table
 from .targets import HttpOptions, Target
-from .workload import WorkloadSpec, draft
+from .traces import ATTRIBUTION
+from .workload import WORKLOADS, WorkloadSpec, draft
 
 
 def http_options(arguments: argparse.Namespace, api_key: str | None) -> HttpOptions:
     told = given(arguments, HTTP_FLAGS)
+    told.pop("self_test", None)
     if "model_name" in told:
         told["model"] = told.pop("model_name")
     return HttpOptions(**{"api_key": api_key} | told)
@@ -38,9 +40,11 @@ class Load:
         self._has_form = "prompts" in told
         self.salt = told.pop("salt", None) or secrets.token_hex(8)
         self.requests: list[Asked] | None = None
+        self._file: str | None = None
         if (path := told.pop("requests_file", None)) is not None:
             refuse({name: told[name] for name in told if name not in ("requests", "seed", "no_salt")},
                    "on a file of requests")
+            self._file = path
             self.requests = read_requests(path)[: told.get("requests")]
         elif told.get("no_salt"):
             raise ConfigError("no_salt goes with requests_file")
@@ -74,7 +78,11 @@ class Load:
 
     def about(self) -> dict[str, Any]:
         """For the result: everything that the load depends on."""
-        source = asdict(self.spec) if self.requests is None else {"requests_from_a_file": len(self.requests)}
+        source: dict[str, Any] = {"requests_file": self._file, "num_requests": len(self.requests or ())}
+        if self.requests is None:
+            source = asdict(self.spec) | {"about": WORKLOADS[self.spec.name].about}
+        if self.requests is None and self.spec.name.startswith("azure-"):
+            source["attribution"] = ATTRIBUTION
         return {"load": source | {"salt": self.salt, "prompts_cut_to_context": self.num_cut()}}
 
     def plan(self) -> BenchPlan:

@@ -80,7 +80,8 @@ class Call:
 
     def _counts(self) -> tuple[tuple[int, ...], str | None]:
         """Tokens of each chunk. Where the chunks did not say, what the usage has beyond those that did is spread evenly
-        over the rest, and without a usage each counts as one: both are guesses, and marked."""
+        over the rest: one each (`events`) is certain, else it is marked `spread`. Without a usage each chunk counts as
+        one, which is a `guess`."""
         unknown = [place for place, count in enumerate(self.chunk_counts) if count is None]
         if not unknown:
             return tuple(count for count in self.chunk_counts if count is not None), self.counted_by
@@ -88,7 +89,7 @@ class Call:
         if self.output_tokens is None:
             for place in unknown:
                 counts[place] = 1
-            return tuple(counts), "events"
+            return tuple(counts), "guess"
         left = max(self.output_tokens - sum(counts), 0)
         for rank, place in enumerate(unknown):
             counts[place] = left * (rank + 1) // len(unknown) - left * rank // len(unknown)

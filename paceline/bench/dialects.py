@@ -20,7 +20,7 @@ EXTENSIONS = ("continuous_usage_stats", "return_token_ids", "min_tokens", "ignor
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    path: str
+    path: str                                                    # behind the API's root (/v1); TGI: the server's
     forms: tuple[str, ...]                                       # of prompts it takes, the best first
     extensions: tuple[str, ...]
     body: Callable[[Asked, str, Collection[str]], dict[str, Any]]    # request, model, extensions in use
@@ -123,7 +123,7 @@ def _words(error: Any) -> str:
 
 
 DIALECTS: dict[str, Dialect] = {
-    "completions": Dialect("/v1/completions", ("ids", "text"), EXTENSIONS, completions_body, read_openai),
-    "chat": Dialect("/v1/chat/completions", ("messages", "text"), EXTENSIONS, chat_body, read_openai),
+    "completions": Dialect("/completions", ("ids", "text"), EXTENSIONS, completions_body, read_openai),
+    "chat": Dialect("/chat/completions", ("messages", "text"), EXTENSIONS, chat_body, read_openai),
     "tgi": Dialect("/generate_stream", ("text",), (), tgi_body, read_tgi, ends_with_done=False),
 }

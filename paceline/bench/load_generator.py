@@ -3,8 +3,8 @@
 The clock of a request starts when the load wanted it sent: at its arrival in an open loop, when its client became free
 in a closed one, when the thinking after the turn before was over. Waiting for the cap on concurrency is part of what it
 met. What only this client is guilty of, a late send or a late look at what came, is measured beside (metrics.py says
-when that makes a cell invalid). While a cell runs, nothing else is done here, and the garbage collector leaves alone what
-was there before.
+when that makes a cell invalid). While a cell runs, nothing else is done here, and the garbage collector leaves alone
+what was there before.
 """
 
 from __future__ import annotations

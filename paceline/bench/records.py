@@ -47,7 +47,7 @@ class RequestRecord:
     asked_output_tokens: int
     prompt_tokens: int | None = None           # as the server counted
     output_tokens: int | None = None
-    counted_by: str | None = None              # whence token_counts: token_ids | usage | events | spread (a guess)
+    counted_by: str | None = None              # whence token_counts: token_ids | usage | events | spread | guess
     cached_tokens: int | None = None
     finish_reason: str | None = None
     preemptions: int | None = None             # where the server tells

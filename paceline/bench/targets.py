@@ -8,6 +8,7 @@ client that reuses one then fails or waits.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -86,11 +87,11 @@ class HttpTarget:
 
     def __init__(self, url: str, options: HttpOptions) -> None:
         self._options = options
-        self._base, path_protocol = split_url(url)
+        self._root, self._api, path_protocol = split_url(url)
         if options.protocol not in ("auto", path_protocol or options.protocol):
             raise ConfigError(f"protocol={options.protocol!r} does not go with {url}, which is {path_protocol}'s route")
         self._protocol = path_protocol or options.protocol
-        self.name = self._base
+        self.name = self._root
         self._model = options.model or ""
         self.max_context: int | None = None
         self._extensions: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ class HttpTarget:
 
     @property
     def url(self) -> str:
-        return self._base + self._dialect.path
+        return (self._api if self._dialect.ends_with_done else self._root) + self._dialect.path
 
     def about(self) -> dict[str, Any]:
         return {"url": self.url, "protocol": self._protocol, "model": self._model, "prompt_forms": list(self._forms),
@@ -147,7 +148,7 @@ class HttpTarget:
                 call.http_status = response.status
                 await self._read(response, call)
         except aiohttp.ClientConnectorError as error:
-            call.fail("unreachable", f"{self.url}: {error}")
+            call.fail("unreachable", f"{self.url}: cannot be reached: {_why(error)}")
         except TimeoutError:
             call.fail("timeout", f"no whole answer within {self._options.timeout_seconds:g} seconds")
         except (aiohttp.ClientError, OSError) as error:
@@ -186,7 +187,7 @@ class HttpTarget:
 
     async def counters(self) -> dict[str, int]:
         try:
-            status, text = await self._get("/metrics")
+            status, text = await self._get(f"{self._root}/metrics")
         except EngineError:
             return {}
         return counters_in(text) if status == 200 else {}
@@ -208,33 +209,33 @@ class HttpTarget:
             raise EngineError(f"{self.url}: refuses even a plain request: {words}")
 
     async def _find_protocol(self) -> str:
-        status, _ = await self._get("/v1/models")
+        status, _ = await self._get(f"{self._api}/models")
         if status in (200, 401, 403):
             return "completions"
-        status, _ = await self._get("/info")
+        status, _ = await self._get(f"{self._root}/info")
         if status == 200:
             return "tgi"
-        raise EngineError(f"{self._base}: neither /v1/models (OpenAI) nor /info (TGI) answers; give the whole route, "
-                          f"such as {self._base}/v1/completions, or a protocol")
+        raise EngineError(f"{self._root}: neither {self._api}/models (OpenAI) nor /info (TGI) answers; give the whole "
+                          f"route, such as {self._api}/completions, or a protocol")
 
     async def _first_model(self) -> str:
-        status, text = await self._get("/v1/models")
+        status, text = await self._get(f"{self._api}/models")
         try:
             model = orjson.loads(text)["data"][0]
             limit = model.get("max_model_len")
             self.max_context = limit if isinstance(limit, int) else None
             return str(model["id"])
         except (orjson.JSONDecodeError, LookupError, TypeError, AttributeError):
-            raise EngineError(f"{self._base}/v1/models: no list of models (HTTP {status}: {text[:100]}); "
+            raise EngineError(f"{self._api}/models: no list of models (HTTP {status}: {text[:100]}); "
                               "name the model") from None
 
-    async def _get(self, path: str) -> tuple[int, str]:
+    async def _get(self, url: str) -> tuple[int, str]:
         try:
             timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
-            async with self._session.get(self._base + path, timeout=timeout) as response:
+            async with self._session.get(url, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"{self._base}: cannot be reached: {error or type(error).__name__}") from error
+            raise EngineError(f"{self._root}: cannot be reached: {_why(error)}") from error
 
     async def _find_extensions(self, form: str) -> tuple[tuple[str, ...] | None, str]:
         """The extensions that the server takes with a form of prompts; None, and what it said, if it takes not even a
@@ -259,7 +260,9 @@ class HttpTarget:
     async def _try(self, form: str, extensions: tuple[str, ...]) -> Call:
         call = Call(clock=time.perf_counter)
         await self.send(orjson.dumps(self._dialect.body(_TINY[form], self._model, extensions)), call)
-        if call.status in ("unreachable", "timeout", "refused"):
+        if call.status == "unreachable":
+            raise EngineError(call.error or self.url)
+        if call.status in ("timeout", "refused"):
             raise EngineError(f"{self.url}: {call.error}")
         return call
 
@@ -276,6 +279,13 @@ _TINY = {
 }
 
 
+def _why(error: BaseException) -> str:
+    """Without what aiohttp adds about encryption that is not there."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+        return os.strerror(error.os_error.errno)
+    return str(error) or type(error).__name__
+
+
 def raise_file_limit() -> None:
     """As many connections at once as the system allows this process; its first limit is often 1,024 files."""
     with contextlib.suppress(ImportError, ValueError, OSError):    # not on Windows; some systems refuse
@@ -285,8 +295,8 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def split_url(url: str) -> tuple[str, str | None]:
-    """The server's root, and the protocol where the URL is a route of one."""
+def split_url(url: str) -> tuple[str, str, str | None]:
+    """The server's root, the root of its API (with the version), and the protocol where the URL is a route of one."""
     parts = urlsplit(url)
     try:
         is_fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -294,11 +304,13 @@ def split_url(url: str) -> tuple[str, str | None]:
         is_fine = False
     if not is_fine:
         raise ConfigError(f"{url!r} is no URL of a server: expected http://HOST:PORT")
-    base = url.split("?")[0].rstrip("/")
-    for name, dialect in DIALECTS.items():
-        if base.endswith(dialect.path):
-            return base.removesuffix(dialect.path), name
-    return base.removesuffix("/v1"), None
+    base = url.partition("?")[0].rstrip("/")
+    protocol = None
+    for name in ("tgi", "chat", "completions"):    # a chat's route ends like that of completions
+        if protocol is None and base.endswith(DIALECTS[name].path):
+            base, protocol = base.removesuffix(DIALECTS[name].path), name
+    root = re.sub(r"/v\d+$", "", base)
+    return root, base if base != root or protocol not in (None, "tgi") else f"{root}/v1", protocol
 
 
 def counters_in(text: str) -> dict[str, int]:

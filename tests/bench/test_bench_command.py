@@ -15,10 +15,16 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import self_test
+from paceline.bench.arrivals import PROCESSES
 from paceline.bench.bench_files import read_records
 from paceline.bench.bench_run import bisect
+from paceline.bench.dialects import DIALECTS
+from paceline.bench.measures import DEFINITIONS
 from paceline.bench.metrics import CellFacts, summarise
 from paceline.bench.request_file import read_requests
+from paceline.bench.slo import LIMITED
+from paceline.bench.workload import WORKLOADS
 from paceline.cli import main
 from tests.model import tiny
 
@@ -110,7 +116,7 @@ def test_the_files_hold_every_token_s_time_and_any_figure_can_be_had_from_them_a
 def test_the_table_says_what_its_figures_mean_and_what_to_doubt(server: FakeServer, capsys: Any) -> None:
     status, out, err = bench(server.url, *SHORT, "--requests", "3", "--concurrency", "1", "--definitions",
                              "vllm,guidellm", capsys=capsys)
-    assert status == 0 and "concurrency=1" in out.splitlines()[1]
+    assert status == 0 and out.startswith(f"target: {server.url}/v1/completions (fake completions)\nload: fixed (")
     assert "response time" in out and "p99 of 3 requests" in out
     assert "in vllm's words, concurrency=1: ms p50 / p99: TTFT" in out and "cap on concurrency is not in it" in out
     assert "(last - sent) / n" in out
@@ -140,6 +146,7 @@ def test_arrivals_are_open_where_a_rate_is_given_and_recorded_where_the_load_is(
     facts = facts_of(server.url, "--workload", "azure-code", "--length-scale", "0.01", "--requests", "4",
                      "--time-scale", "0.001", capsys=capsys)
     assert facts["cells"][0]["repeats"][0]["arrivals"] == "as recorded, times x 0.001"
+    assert "CC BY 4.0" in facts["load"]["attribution"]
 
 
 def test_long_prompts_are_cut_to_the_context_and_counted(server: FakeServer, capsys: Any) -> None:
@@ -164,6 +171,13 @@ def test_shared_prefixes_hit_the_engine_s_cache_within_a_cell_only(model: str, c
                      "2", "--warm-up", "0", *ENGINE, capsys=capsys)
     hits = [one["cache_hit_rate"]["value"] for one in facts["cells"][0]["repeats"]]
     assert hits == [3 * 64 / (4 * 72)] * 2    # the first of each round finds nothing
+
+
+def test_the_client_can_tell_its_own_ceiling(server: FakeServer, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(self_test, "NUM_REQUESTS", 4)
+    monkeypatch.setattr(self_test, "NUM_TOKENS", 7)
+    status, out, _ = bench(server.url, *SHORT, "--requests", "1", "--self-test", capsys=capsys)
+    assert status == 0 and re.search(r"client: reads at least [1-9]\d* tokens/s here", out)
 
 
 # ---- the highest rate
@@ -191,6 +205,29 @@ def test_the_command_searches_and_shows_its_probes(capsys: Any) -> None:
         status, out, _ = bench(quick.url, *SHORT, "--requests", "4", "--find-rate", "40000", "--slo", "e2e=0.000001",
                                capsys=capsys)
     assert status == 0 and "highest sustained rate: none was sustained; fails at" in out and "bisection" in out
+
+
+# ---- what it needs, and what its page says
+
+
+def test_without_aiohttp_every_other_command_works_and_bench_says_what_to_install(server: FakeServer) -> None:
+    code = ("import sys; sys.modules['aiohttp'] = None; from paceline.cli import main; "
+            f"sys.exit(main(['bench', '{server.url}']))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "pip install aiohttp" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [*WORKLOADS, *PROCESSES, *DEFINITIONS, *LIMITED, *DIALECTS, "INVALID"])
+def test_the_page_tells_of_every_name(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    assert re.search(rf"\b{name}\b", page, re.I)
+
+
+def test_the_page_tells_the_lengths_that_the_workloads_have() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    for name in ("uniform", "decode-heavy", "mixed", "prefill-heavy"):
+        found = re.search(rf"\| `{name}` \| (\S+) \| (\S+) \|", page)
+        assert found is not None and WORKLOADS[name].about == f"prompt {found[1]}, output {found[2]}"
 
 
 # ---- what is refused, and what goes wrong
