@@ -77,7 +77,7 @@ class Comparing:
         self._folder = folder
         self._cells: list[Cell] = []
         self._calibrations: list[dict[str, float]] = []
-        self._started_at = time.monotonic()
+        self._started_at, self._seconds = time.monotonic(), 0.0
         self._progress = Progress(sys.stderr)
         (folder / "journals").mkdir(parents=True, exist_ok=True)
 
@@ -91,9 +91,8 @@ class Comparing:
 
     def comparison(self) -> Comparison:
         """As far as it has come."""
-        seconds = round(time.monotonic() - self._started_at, 1)
         setup = {name: dict(facts) for name, facts in self._plan.setup.items()}
-        setup.setdefault("run", {})["seconds"] = seconds
+        setup.setdefault("run", {})["seconds"] = self._seconds
         setup["calibration"] = calibration_facts(self._calibrations)
         return Comparison(setup=setup, contestants=[one.contestant for one in self._entrants],
                           loads=[load_of(cell) for cell in self._plan.cells], cells=tuple(self._cells),
@@ -119,6 +118,7 @@ class Comparing:
         for entrant in self._entrants if number % 2 else reversed(self._entrants):
             cell = await self._measure(entrant, what, number)
             self._cells.append(cell)
+            self._seconds = round(time.monotonic() - self._started_at, 1)
             write_cell(self._folder, cell)
             write_run(self._folder, self.comparison())
             self._tell(cell)
@@ -145,7 +145,7 @@ class Comparing:
     def _tell(self, cell: Cell) -> None:
         """A line a cell, and how long it may still take."""
         wanted = len(self._entrants) * len(self._plan.cells) * self._plan.num_rounds
-        seconds = (time.monotonic() - self._started_at) / len(self._cells) * (wanted - len(self._cells))
+        seconds = self._seconds / len(self._cells) * (wanted - len(self._cells))
         summary = cell.summary
         rate = summary["throughput"]["output_tokens_per_second"]
         said = cell.trouble.splitlines()[0] if cell.trouble else (

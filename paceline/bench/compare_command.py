@@ -280,13 +280,14 @@ def setup_of(arguments: argparse.Namespace, load: Load) -> dict[str, dict[str, A
     requests = plan.asked_in("set-up")
     prompts = [asked.num_prompt_tokens for asked in requests if asked.num_prompt_tokens is not None]
     given = {name.replace("_", " "): value for name, *_ in LOAD_FLAGS
-             if name not in ("workload", "requests") and (value := getattr(arguments, name)) is not None}
+             if name not in ("workload", "requests", "seed", "salt") and (value := getattr(arguments, name)) is not None}
     return {
         "run": {"command": shlex.join(["paceline", *sys.argv[1:]]), "paceline": __version__, "commit": commit(),
                 "started at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")},
         "machine": machine_facts(),
         "workload": {
             "workload": arguments.requests_file or load.spec.name, **given, "requests": len(requests),
+            "seed": load.spec.seed, "salt": load.salt,
             "prompt tokens": span(prompts), "prompts cut to context": load.num_cut(),
             "output tokens": span([asked.num_output_tokens for asked in requests]) + ", asked for exactly, greedy"},
         "load": {
