@@ -279,8 +279,9 @@ def setup_of(arguments: argparse.Namespace, load: Load) -> dict[str, dict[str, A
     plan = load.plan()
     requests = plan.asked_in("set-up")
     prompts = [asked.num_prompt_tokens for asked in requests if asked.num_prompt_tokens is not None]
-    given = {name.replace("_", " "): value for name, *_ in LOAD_FLAGS
-             if name not in ("workload", "requests", "seed", "salt") and (value := getattr(arguments, name)) is not None}
+    told = {name: value for name, *_ in LOAD_FLAGS if (value := getattr(arguments, name)) is not None}
+    given = {name.replace("_", " "): value for name, value in told.items()
+             if name not in ("workload", "requests", "seed", "salt")}
     return {
         "run": {"command": shlex.join(["paceline", *sys.argv[1:]]), "paceline": __version__, "commit": commit(),
                 "started at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")},

@@ -211,7 +211,8 @@ def test_a_preset_a_running_server_and_a_peer_are_measured_side_by_side(
     out = tmp_path / "out"
     status, said, err = compare(
         "--preset", "paceline", "--model", model, "--url", f"fake={server.url}", "--peers",
-        peers_file(tmp_path, "well"), *SHORT, "--concurrency", "3", "--rounds", "1", "--baseline", "fake", "--output", str(out), capsys=capsys)
+        peers_file(tmp_path, "well"), *SHORT, "--concurrency", "3", "--rounds", "1", "--baseline", "fake", "--output",
+        str(out), capsys=capsys)
     assert status == 0, err
     comparison = read_comparison(out)
     assert [(one.name, one.kind) for one in comparison.contestants] == [
