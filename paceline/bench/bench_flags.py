@@ -48,6 +48,7 @@ RUN_FLAGS: tuple[Flag, ...] = (
     ("steps", str, "R:S,R:S,...", "rates and how many seconds each lasts, for steps"),
     ("ramp", str, "R:R:S", "rate at first, at last, and the seconds between, for ramp"),
     ("time_scale", float, "F", "on recorded arrival times; 0.5 is twice as fast"),
+    ("ramp_in", float, "S", "seconds within which the clients of a closed loop start (default: 1 ms a client)"),
     ("repeats", int, "N", "rounds over all cells, for intervals (default: 1)"),
     ("warm_up", int, "N", "requests before each cell that enter no figure (default: as many as run at once)"),
     ("definitions", str, "NAME,...", "tell the figures in another tool's words beside ours: "

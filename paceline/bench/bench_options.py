@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .arrivals import NEED_RATE, Arrivals, parse_ramp, parse_steps
 from .bench_flags import DEFAULT_CONCURRENCY, HTTP_FLAGS, LOAD_FLAGS, RUN_FLAGS, given, refuse
 from .bench_run import Bench, BenchPlan, BenchResult, Cell
+from .load_generator import CellPlan
 from .measures import definitions_named
 from .records import Asked
 from .request_file import read_requests
@@ -88,7 +89,8 @@ class Load:
     def plan(self) -> BenchPlan:
         run = self._run
         return BenchPlan(workload=self.spec, requests=self.requests, is_salted=self._is_salted, cells=run.cells,
-                         repeats=run.repeats, warm_up=run.warm_up, slos=run.slos, beside=run.beside,
+                         repeats=run.repeats, warm_up=run.warm_up,
+                         ramp_in_seconds=run.ramp_in_seconds, slos=run.slos, beside=run.beside,
                          salt=self.salt)
 
     def num_cut(self) -> int:
@@ -109,6 +111,7 @@ class _RunOptions:
         self.precision: float = told.get("rate_precision", 0.05)
         self.repeats: int = told.get("repeats", 1)
         self.warm_up: int | None = told.get("warm_up")
+        self.ramp_in_seconds: float | None = told.get("ramp_in")
         self.beside = tuple(name for name in told.get("definitions", "ours").split(",") if name != "ours")
         for name in self.beside:
             definitions_named(name)
@@ -148,6 +151,9 @@ class _RunOptions:
                 for rate in rates for cap in caps]
 
     def check(self, drafts: Any) -> None:
+        for cell in self.cells:
+            CellPlan(name="", arrivals=cell.arrivals, concurrency=cell.concurrency,
+                     ramp_in_seconds=self.ramp_in_seconds)
         if any(cell.arrivals.kind == "trace" for cell in self.cells):
             self.cells[0].arrivals.times([one.arrival_seconds for one in drafts if not one.after], 0)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from .arrivals import Arrivals
-from .load_generator import CellPlan, CellResult, Watcher, run_cell
+from .load_generator import CellPlan, CellResult, Run, Watcher, run_cell
 from .metrics import over_repeats, summarise
 from .records import Asked
 from .request_file import salted
-from .slo import Slo
+from .slo import Slo, slo_of
 from .targets import Target
 from .workload import WorkloadSpec, draft, requests_of
 
@@ -23,7 +23,8 @@ MAX_PROBES = 24
 MOST_HALVINGS = 10
 RATE_DEFINITION = (
     "greatest arrival rate, found by bisection to {precision:.0%}, at which at least {attainment:.0%} of {count} "
-    "requests kept their limits; with more requests a probe, a queue that grows slowly shows as well")
+    "requests kept their limits (a probe that can no more do so is stopped); with more requests a probe, a queue that "
+    "grows slowly shows as well")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class BenchPlan:
     is_salted: bool = True                   # requests of a file get a salt in front
     cells: Sequence[Cell]
     repeats: int = 1
+    ramp_in_seconds: float | None = None
     warm_up: int | None = None               # requests before each cell; None: as many as run at once
     slos: Mapping[str | None, Slo] = field(default_factory=dict)
     beside: Sequence[str] = ()               # other tools in whose words the figures are told as well
@@ -84,7 +86,7 @@ class BenchPlan:
         if count is None:
             count = cell.concurrency or WARM_UP_OF_AN_OPEN_LOOP
         return CellPlan(name=place, arrivals=cell.arrivals, concurrency=cell.concurrency, seed=self.workload.seed,
-                        warm_up=self._warm_up(count, place))
+                        ramp_in_seconds=self.ramp_in_seconds, warm_up=self._warm_up(count, place))
 
     def _warm_up(self, count: int, place: str) -> list[Asked]:
         """Requests of the same shape with other words, as often as needed. None waits for another: as many as run at
@@ -145,7 +147,7 @@ class Bench:
 
         async def probe(rate: float) -> dict[str, Any] | None:
             cell = replace(base, arrivals=replace(base.arrivals, rate=rate))
-            summary = await self._measure(cell, 0)
+            summary = await self._measure(cell, 0, attainment)
             return None if self.result.is_interrupted else summary
 
         found = await bisect(probe, first, attainment, precision)
@@ -154,13 +156,35 @@ class Bench:
         self.result.found_rate = found
         return self.result
 
-    async def _measure(self, cell: Cell, number: int) -> dict[str, Any]:
+    def _watching(self, attainment: float | None) -> Watcher:
+        """With an attainment to reach, a cell that can no more reach it is stopped: a queue beyond the target's means
+        would only grow."""
+        num_missed, num_seen = 0, 0
+
+        def watch(run: Run) -> None:
+            nonlocal num_missed, num_seen
+            if self._watch is not None:
+                self._watch(run)
+            if attainment is None or run.is_stopped:
+                return
+            for record in run.records[num_seen:]:
+                slo = slo_of(record, self._plan.slos)
+                is_met = record.status == "ok" if slo is None else slo.is_met_by(record)
+                num_missed += not (is_met or record.is_warm_up)
+            num_seen = len(run.records)
+            if num_missed > (1 - attainment) * run.num_requests:
+                run.stop()
+
+        return watch
+
+    async def _measure(self, cell: Cell, number: int, attainment: float | None = None) -> dict[str, Any]:
         place = self._plan.place(cell, number)
         result = await run_cell(self._target, self._plan.asked_in(place), self._plan.cell_plan(cell, place),
-                                self._watch)
+                                self._watching(attainment))
         summary = summarise(result.records, result.facts(self._plan.slos))
         summary["in_words_of"] = {name: in_words_of(result, name) for name in self._plan.beside}
-        summary |= {"round": number + 1, "is_interrupted": result.is_interrupted, "not_sent": result.num_not_sent}
+        summary |= {"round": number + 1, "is_interrupted": result.is_interrupted, "is_stopped": result.is_stopped,
+                    "not_sent": result.num_not_sent}
         self.result.results.append(result)
         self.result.summaries.setdefault(cell.name, []).append(summary)
         self.result.is_interrupted = result.is_interrupted

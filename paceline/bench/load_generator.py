@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from .slo import Slo
 from .targets import Target, grown
 
 LAG_TICK_SECONDS = 0.005
+START_GAP_SECONDS = 0.001
 Watcher = Callable[["Run"], None]
 Clock = Callable[[], float]            # monotonic, seconds
 
@@ -39,6 +41,7 @@ class CellPlan:
     arrivals: Arrivals = field(default_factory=Arrivals)
     concurrency: int | None = None
     seed: int = 0
+    ramp_in_seconds: float | None = None    # in which the clients of a closed loop start; None: 1 ms a client
     warm_up: Sequence[Asked] = ()      # sent before, as many at once as the cell allows, and all awaited
 
     def __post_init__(self) -> None:
@@ -46,6 +49,16 @@ class CellPlan:
             raise ConfigError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.arrivals.is_closed and self.concurrency is None:
             raise ConfigError("a closed loop needs concurrency, its number of clients")
+        if self.ramp_in_seconds is not None and not 0 <= self.ramp_in_seconds < math.inf:
+            raise ConfigError(f"ramp_in must be at least 0 seconds, got {self.ramp_in_seconds}")
+        if self.ramp_in_seconds is not None and not self.arrivals.is_closed:
+            raise ConfigError(f"ramp_in has no effect on arrivals {self.arrivals.kind}; it goes with closed")
+
+    def starts(self, num_clients: int) -> list[float]:
+        """When each client of a closed loop begins. Not all at once: sending one request takes a client a part of a
+        millisecond, and a crowd that starts as one stays in step for long."""
+        ramp = START_GAP_SECONDS * num_clients if self.ramp_in_seconds is None else self.ramp_in_seconds
+        return [ramp * number / num_clients for number in range(num_clients)]
 
 
 @dataclass(kw_only=True)
@@ -59,7 +72,8 @@ class CellResult:
     grown: dict[str, int]
     zero: float                        # what the clock said at the start of the cell
     num_not_sent: int = 0
-    is_interrupted: bool = False
+    is_interrupted: bool = False       # by Ctrl-C and the like
+    is_stopped: bool = False           # by its watcher, since it had seen enough
 
     def facts(self, slos: Mapping[str | None, Slo] | None = None, definitions: str = "ours") -> CellFacts:
         """For metrics.summarise."""
@@ -74,9 +88,10 @@ class CellResult:
 
 async def run_cell(target: Target, requests: Sequence[Asked], plan: CellPlan, watch: Watcher | None = None,
                    clock: Clock = time.perf_counter) -> CellResult:
-    """Runs the warm-up and then the requests. `watch` is called after each request with the run so far. Cancelled (as
-    by Ctrl-C), it gives back what there is, marked. Raises ConfigError before anything is sent for requests that the
-    target cannot take. The clock is not the event loop's own, which uvloop rounds to milliseconds."""
+    """Runs the warm-up and then the requests. `watch` is called after each request with the run so far, which it may
+    stop. Cancelled (as by Ctrl-C), it gives back what there is, marked. Raises ConfigError before anything is sent for
+    requests that the target cannot take. The clock is not the event loop's own, which uvloop rounds to milliseconds.
+    """
     run = Run(target, requests, plan, watch, clock)
     try:
         await run.warm_up()
@@ -109,7 +124,8 @@ class Run:
         self.num_under_way = 0
         self.num_tokens = 0
         self.is_warming_up = True
-        self.is_interrupted = False
+        self.is_interrupted = self.is_stopped = False
+        self._work: asyncio.Future[None] | None = None
         self.grown: dict[str, int] = {}
         self.num_requests = len(requests)
         self._target = target
@@ -155,35 +171,48 @@ class Run:
         self._measure_start, busy = self.now(), time.thread_time()
         with _quiet_collector():
             lag = asyncio.ensure_future(self._watch_lag())
+            self._work = asyncio.ensure_future(self._load())
             try:
-                if self.plan.arrivals.is_closed:
-                    assert self.plan.concurrency is not None
-                    await self._closed_loop(self._threads, self.plan.concurrency)
-                else:
-                    await self._open_loop()
+                await self._work
+            except asyncio.CancelledError:
+                if not self.is_stopped:
+                    raise
             finally:
                 lag.cancel()
                 if self.measured_seconds > 0:
                     self._core_share = (time.thread_time() - busy) / self.measured_seconds
+
+    def stop(self) -> None:
+        """Ends the measurement early: what is under way is cut, and the rest not sent."""
+        self.is_stopped = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _load(self) -> None:
+        if self.plan.arrivals.is_closed:
+            assert self.plan.concurrency is not None
+            await self._closed_loop(self._threads, self.plan.concurrency)
+        else:
+            await self._open_loop()
 
     def result(self) -> CellResult:
         num_recorded = sum(not record.is_warm_up for record in self.records)
         return CellResult(
             plan=self.plan, records=self.records, loop_lags=self._lags, loop_core_share=self._core_share,
             grown=self.grown, zero=self._zero, num_not_sent=self.num_requests - num_recorded,
-            is_interrupted=self.is_interrupted)
+            is_interrupted=self.is_interrupted, is_stopped=self.is_stopped)
 
     async def _closed_loop(self, threads: Sequence[Sequence[Asked]], num_clients: int) -> None:
         """Each client takes the next thread when it has ended the one before."""
         waiting = iter(threads)
-        start = self.now()
+        begin = self.now()
 
-        async def client() -> None:
-            free_at = start
+        async def client(free_at: float) -> None:
+            await self._sleep_until(free_at)
             for thread in waiting:
                 free_at = await self._follow(thread, free_at)
 
-        await _together([client() for _ in range(min(num_clients, len(threads)))])
+        await _together([client(begin + start) for start in self.plan.starts(min(num_clients, len(threads)))])
 
     async def _open_loop(self) -> None:
         start = self._start = self.now()
@@ -222,8 +251,10 @@ class Run:
             call.fail("cut", f"the run was interrupted after {len(call.chunk_times)} chunks of this answer")
             raise
         finally:
+            if call.ended_at is None:
+                call.ended_at = self.now()
             self.num_under_way -= 1
-            self._cap.leave(self.now() if call.ended_at is None else call.ended_at)
+            self._cap.leave(call.ended_at)
 
     def _note(self, asked: Asked, call: Call) -> None:
         ended_at = self.now() if call.ended_at is None else call.ended_at

@@ -1,10 +1,14 @@
 """A server with known delays, faults and manners, on a real socket in a thread of its own. It writes down when it sent
-what, on the same monotonic clock as its clients."""
+what, on the same monotonic clock as its clients.
+
+  python -m tests.bench.fake_server 0.2 0.02    # by itself: seconds to the first token, and between tokens
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -230,3 +234,11 @@ def serving(script: ScriptOf | None = None, **manners: Any) -> Iterator[FakeServ
         yield server
     finally:
         server.stop()
+
+
+if __name__ == "__main__":
+    first, gap = map(float, sys.argv[1:])
+    with serving(lambda body: Script(first_seconds=first, gap_seconds=gap)) as by_itself:
+        print(by_itself.url, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()

@@ -17,7 +17,7 @@ import pytest
 
 from paceline.bench import self_test
 from paceline.bench.arrivals import PROCESSES
-from paceline.bench.bench_files import read_records
+from paceline.bench.bench_files import found_rate_text, read_records
 from paceline.bench.bench_run import bisect
 from paceline.bench.dialects import DIALECTS
 from paceline.bench.measures import DEFINITIONS
@@ -200,11 +200,15 @@ def test_a_target_that_keeps_its_limits_at_no_rate_is_told_so() -> None:
     assert found["rate"] is None and found["fails_at"] < 0.01
 
 
-def test_the_command_searches_and_shows_its_probes(capsys: Any) -> None:
+def test_the_command_searches_shows_its_probes_and_stops_those_that_are_lost(capsys: Any) -> None:
     with serving(lambda body: Script()) as quick:
-        status, out, _ = bench(quick.url, *SHORT, "--requests", "4", "--find-rate", "40000", "--slo", "e2e=0.000001",
-                               capsys=capsys)
-    assert status == 0 and "highest sustained rate: none was sustained; fails at" in out and "bisection" in out
+        status, out, _ = bench(quick.url, *SHORT, "--requests", "40", "--find-rate", "40000", "--slo", "e2e=0.000001",
+                               "--warm-up", "0", "--json", capsys=capsys)
+    facts = json.loads(out)
+    assert status == 0 and facts["found_rate"]["rate"] is None and "bisection" in facts["found_rate"]["definition"]
+    assert "none was sustained; fails at" in found_rate_text(facts["found_rate"])
+    last = facts["cells"][-1]["repeats"][0]
+    assert last["is_stopped"] and last["not_sent"] > 0 and last["goodput"]["share"] == 0.0
 
 
 # ---- what it needs, and what its page says
@@ -239,7 +243,8 @@ def test_the_page_tells_the_lengths_that_the_workloads_have() -> None:
     (("--rate", "1,1"), "rate='1,1'"), (("--arrivals", "rain"), "rain.*poisson"), (("--arrivals", "poisson"), "rate"),
     (("--slo", "speed=1"), "slo"), (("--slo", "chat:ttft=1"), "no request is of class 'chat'"),
     (("--definitions", "mine"), "definitions='mine'"), (("--repeats", "0"), "repeats"),
-    (("--warm-up", "-1"), "warm_up"),
+    (("--warm-up", "-1"), "warm_up"), (("--ramp-in", "-1"), "ramp_in"),
+    (("--rate", "1", "--ramp-in", "1"), "ramp_in has no effect"),
     (("--find-rate", "1"), "needs slo"), (("--attainment", "0.5"), "attainment has no effect"),
     (("--requests-file", "/nowhere"), "/nowhere"), (("--no-salt",), "requests_file"), (("--preset", "vllm"), "preset"),
     (("--num-kv-blocks", "8"), "num_kv_blocks has no effect"), (("--protocol", "smoke"), "smoke"),

@@ -35,7 +35,7 @@ def at_rate(rate: float, cap: int | None = None) -> CellPlan:
 
 
 def clients(count: int, **fields: Any) -> CellPlan:
-    return CellPlan(name="c", concurrency=count, **fields)
+    return CellPlan(name="c", concurrency=count, **({"ramp_in_seconds": 0.0} | fields))
 
 
 # ---- times
@@ -196,9 +196,29 @@ def test_the_watcher_sees_every_end() -> None:
     assert [count for count, _ in seen] == [1, 2, 3, 4] and all(under_way <= 2 for _, under_way in seen)
 
 
-@pytest.mark.parametrize("plan", [{"concurrency": 0}, {}])
-def test_a_closed_loop_needs_clients(plan: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="concurrency"):
+def test_a_watcher_that_has_seen_enough_stops_the_cell() -> None:
+    def watch(run: Run) -> None:
+        if len(run.records) == 3:
+            run.stop()
+
+    result, _ = measured(asks(9), clients(2), watch, first_seconds=1.0, gap_seconds=0.0)
+    assert result.is_stopped and not result.is_interrupted and result.num_not_sent == 3
+    assert [record.status for record in result.records] == ["ok", "ok", "ok", "ok", "cut", "cut"]
+    assert [record.ended_at for record in result.records] == exactly([1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize(("ramp_in", "starts"), [(None, [0.0, 0.001, 0.002]), (6.0, [0.0, 2.0, 4.0])])
+def test_the_clients_of_a_closed_loop_do_not_start_as_one(ramp_in: float | None, starts: list[float]) -> None:
+    result, target = measured(asks(3), clients(3, ramp_in_seconds=ramp_in), first_seconds=9.0, gap_seconds=0.0)
+    assert [at for _, at in target.sent] == exactly(starts)
+    assert [record.intended_at for record in result.records] == exactly(starts)
+
+
+@pytest.mark.parametrize("plan", [
+    {"concurrency": 0}, {}, {"concurrency": 1, "ramp_in_seconds": -1.0},
+    {"arrivals": Arrivals(kind="burst"), "ramp_in_seconds": 1.0}])
+def test_a_cell_that_means_nothing_is_refused(plan: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"concurrency|ramp_in"):
         CellPlan(name="c", **plan)
 
 
