@@ -170,14 +170,17 @@ def uneven(comparison: Comparison, load: Load) -> Iterator[str]:
 
 
 def _invalid(comparison: Comparison) -> Iterator[str]:
-    """A line a contestant and load."""
+    """One line for all of them."""
+    places, verdict = [], ""
     for load in comparison.loads:
         for one in comparison.contestants:
             cells = comparison.cells_of(one.name, load)
             bad = [cell for cell in cells if not cell.summary["client"]["is_valid"]]
             if bad:
-                yield (f"{one.name} at {load.name}: {len(bad)} of {len(cells)} rounds are "
-                       f"{bad[0].summary['client']['verdict']}.")
+                places.append(f"{one.name} at {load.name} ({len(bad)} of {len(cells)} rounds)")
+                verdict = verdict or bad[0].summary["client"]["verdict"]
+    if places:
+        yield f"Do not quote {', '.join(places)}: {verdict}."
 
 
 def _doors(comparison: Comparison) -> Iterator[str]:

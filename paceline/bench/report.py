@@ -100,7 +100,8 @@ def _setup(comparison: Comparison) -> str:
             {name: value for name, value in calibration.items() if name != "rounds"})))
     cards = tag("div", *parts, class_="setup")
     contestants = tag("details", tag("summary", "The contestants, and how each was set up"),
-                      *(_contestant(comparison, one) for one in comparison.contestants))
+                      tag("div", *(_contestant(comparison, one) for one in comparison.contestants),
+                          class_="contestants"))
     return tag("section", tag("h2", "Set-up"), cards, contestants, id="setup")
 
 

@@ -154,7 +154,8 @@ def test_failures_come_with_the_first_error() -> None:
 def test_a_client_that_was_the_bottleneck_makes_a_cell_invalid() -> None:
     late = cell("one", clients(2), 1, 1.0)
     late = replace(late, facts=replace(late.facts, loop_lags=[0.2] * 100))
-    assert "one at 2 clients: 1 of 1 rounds are INVALID: the client was a bottleneck" in caveats(comparison([late]))
+    said = caveats(comparison([late]))
+    assert "Do not quote one at 2 clients (1 of 1 rounds): INVALID: the client was a bottleneck" in said
 
 
 def test_a_machine_that_changed_is_told() -> None:
