@@ -1,7 +1,7 @@
 """What charts over time show, out of a journal: who held which slot, what the KV memory held, who waited.
 
 Slots are ours: a request takes the lowest free one with its first row and leaves it when it ends or yields, as in a
-server that has slots. Memory is looked at after a step, at NUM_SAMPLES of them; the rest is exact.
+server that has slots. Memory is looked at after NUM_SAMPLES of the steps or up to twice as many; the rest is exact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..engine.replay import Journaled
 from ..kv.groups import NULL_BLOCK
 from .timeline_charts import Span
 
-NUM_SAMPLES = 400
+NUM_SAMPLES = 200
 PROMISING = "reserve"    # the admission that counts on blocks up to max_tokens without taking them
 KV_DEFINITIONS = {
     "tokens": "tokens whose keys and values are held for running requests",
@@ -45,7 +45,7 @@ class JournalView:
     num_slots: int                 # of the strip: slots that were used
     max_num_seqs: int
     queue: tuple[Sample, ...]      # after every step
-    memory: tuple[Sample, ...]     # at NUM_SAMPLES steps
+    memory: tuple[Sample, ...]     # after some steps, evenly
     preempted_at: tuple[float, ...]
     counts: Mapping[str, Any]
 
@@ -107,8 +107,7 @@ class JournalReader:
         self._before: dict[str, Any] = {}       # counters when the first measured request came
         self._origin: float | None = None
         self._num_refused = 0
-        num_steps = sum(line["event"] == "step" for _, line in journaled.lines)
-        self._stride, self._num_steps = max(num_steps // NUM_SAMPLES, 1), 0
+        self._stride, self._num_steps = 1, 0    # every so many steps memory is looked at
         for number, line in journaled.lines:
             with at_line(journaled.path, number):
                 self._take(line)
@@ -180,6 +179,8 @@ class JournalReader:
         self._num_steps += 1
         if self._num_steps % self._stride == 0:
             self._memory.append(Sample(at, running, waiting, self._shares()))
+        if len(self._memory) == 2 * NUM_SAMPLES:    # the journal turns out to be long: half as often, from its start
+            self._memory, self._stride = self._memory[1::2], 2 * self._stride
 
     def _shares(self) -> dict[str, float]:
         """Of all blocks: held tokens, empty room in held blocks, promised blocks, cached blocks."""

@@ -98,12 +98,17 @@ def _frame(x: Scale, y: Scale, y_axis: Axis) -> list[str]:
 
 
 def _staircase(times: Sequence[float], values: Sequence[float], x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """A value holds until the next one."""
+    """A value holds until the next one. Moments at which nothing changes are left out, but for the last."""
     track: list[tuple[float, float]] = []
-    for index, (time, value) in enumerate(zip(times, values, strict=True)):
-        if index:
+    for time, value in zip(times, values, strict=True):
+        height = y(value)
+        if track and track[-1][1] == height:
+            continue
+        if track:
             track.append((x(time), track[-1][1]))
-        track.append((x(time), y(value)))
+        track.append((x(time), height))
+    if track and x(times[-1]) > track[-1][0]:
+        track.append((x(times[-1]), track[-1][1]))
     return track
 
 
