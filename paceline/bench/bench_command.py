@@ -56,15 +56,21 @@ def _bench(arguments: argparse.Namespace) -> int:
     load = Load(arguments)
     opened = _server(arguments) if "://" in arguments.target else _engine(arguments)
     files = None if arguments.output is None else ResultFiles(arguments.output)
-    import uvloop
-
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         facts = runner.run(_measure(opened, load, arguments, files))
     facts = {"paceline": __version__, "started_at": started_at, "command": _command_line(arguments)} | facts
     if files is not None:
         files.finish(facts)
     return _tell(facts, arguments)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:    # Windows
+        return None
+    return uvloop.new_event_loop
 
 
 def _core(arguments: argparse.Namespace) -> int:

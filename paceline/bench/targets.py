@@ -7,6 +7,7 @@ client that reuses one then fails or waits.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -27,6 +28,7 @@ from .records import Asked
 
 REFUSALS = (429, 503)
 DONE = b"[DONE]"
+CLOSING_SECONDS = 1.0           # for a connection to end after its answer has
 LOOK_SECONDS = 30.0             # for questions beside the load: models, metrics, the tiny requests
 COUNTERS = {"prefix_cache_hits": re.compile(r"^vllm:prefix_cache_hits_total(?:\{[^}]*\})? (\S+)", re.M),
             "prefix_cache_queries": re.compile(r"^vllm:prefix_cache_queries_total(?:\{[^}]*\})? (\S+)", re.M),
@@ -171,8 +173,13 @@ class HttpTarget:
             at = call.clock()
             for event in reader.feed(piece):
                 self._note(event, call, at)
+            if call.ended_at is not None:
+                break
         for event in reader.finish():
             self._note(event, call, call.clock())
+        with contextlib.suppress(TimeoutError):    # the answer is whole; a body left open holds nobody
+            async with asyncio.timeout(CLOSING_SECONDS):
+                await response.content.read()
 
     def _note(self, event: bytes, call: Call, at: float) -> None:
         if event == DONE:
@@ -203,7 +210,7 @@ class HttpTarget:
         for form in self._dialect.forms:
             taken, words = await self._find_extensions(form)
             if taken is not None:
-                self._extensions = taken
+                self._extensions = self._extensions if self._forms else taken    # those of the form that is used
                 self._forms = (*self._forms, form)
         if not self._forms:
             raise EngineError(f"{self.url}: refuses even a plain request: {words}")

@@ -25,7 +25,8 @@ EXTENSIONS = ("continuous_usage_stats", "return_token_ids", "min_tokens", "ignor
 @dataclass(kw_only=True)
 class Script:
     """How one request is answered. `ends`: done, drop (the connection breaks off after num_chunks), no-done, error (an
-    event that tells one), garbage (an event that is no JSON), or hold (nothing more until released)."""
+    event that tells one), garbage (an event that is no JSON), hold (nothing more until released), or open (the answer
+    is whole, and the body does not end)."""
 
     status: int = 200
     says: str = "as the script has it"
@@ -182,8 +183,10 @@ class FakeServer:
                 await response.write(b'data: {"error": {"message": "the step failed"}}\n\n')
             case "garbage":
                 await response.write(b"data: {nonsense\n\n")
-            case "done":
+            case "done" | "open":
                 await response.write(chunks.ending())
+                if script.ends == "open":
+                    await self._released.wait()
 
 
 class Chunks:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.bench import targets
 from paceline.bench.arrivals import Arrivals
 from paceline.bench.call import Call
 from paceline.bench.event_stream import EventReader
@@ -229,6 +230,13 @@ def test_a_failed_request_is_told_by_kind_and_words_and_keeps_what_came(
     assert len(bad.token_times) == (script.num_chunks if script.num_chunks is not None else 5 * (
         script.status == 200 and script.num_tokens is None))
     assert re.search(words, bad.error), bad.error
+
+
+def test_a_whole_answer_counts_though_its_connection_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "CLOSING_SECONDS", 0.05)
+    with serving(lambda body: Script(ends="open")) as server:
+        records = load(server.url, [ask(0), ask(1)], concurrency=1).records
+    assert [record.status for record in records] == ["ok", "ok"]
 
 
 def test_an_answer_that_takes_too_long_is_a_timeout() -> None:
