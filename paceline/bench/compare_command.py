@@ -281,7 +281,7 @@ def setup_of(arguments: argparse.Namespace, load: Load) -> dict[str, dict[str, A
     prompts = [asked.num_prompt_tokens for asked in requests if asked.num_prompt_tokens is not None]
     told = {name: value for name, *_ in LOAD_FLAGS if (value := getattr(arguments, name)) is not None}
     given = {name.replace("_", " "): value for name, value in told.items()
-             if name not in ("workload", "requests", "seed", "salt")}
+             if name not in ("workload", "requests", "seed", "salt", "prompt_tokens", "output_tokens")}
     return {
         "run": {"command": shlex.join(["paceline", *sys.argv[1:]]), "paceline": __version__, "commit": commit(),
                 "started at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")},

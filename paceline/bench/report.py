@@ -14,7 +14,7 @@ from .figures import Figure
 from .findings import Finding, ranked
 from .journal_view import KV_DEFINITIONS
 from .measures import OURS
-from .metrics import PERCENTILES
+from .metrics import PERCENTILES, CellFacts, summarise
 from .ratios import QUANTITIES, RATIO_METHOD, Quantity, spread
 from .svg import tag
 
@@ -28,8 +28,8 @@ DEFINITIONS = {
                 f"rounds (summary.json has {', '.join(f'p{q}' for q in PERCENTILES)} of each)",
     "ratios": RATIO_METHOD,
     "cache hits": "prompt tokens taken from a prefix cache over prompt tokens, as the server tells",
-    "valid": "a cell is INVALID where the client was the bottleneck: p99 of its schedule delay or of its loop lag is "
-             "above 1% of the median TTFT and above 5 ms",
+    "valid": f"{summarise((), CellFacts(name='none'))['client']['definition']}; else the client was a bottleneck, and "
+             "the cell is INVALID",
     **{f"KV memory: {name}": words for name, words in KV_DEFINITIONS.items()},
     "slots idle": "of the slots that were used at all: time in which no row of theirs was computed, from the first "
                   "row to the last",
