@@ -1,4 +1,4 @@
-# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | soak | clean. Each target sets up what it needs, once.
+# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | peers | soak | clean. Each target sets up what it needs, once.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -26,12 +26,12 @@ NEEDED_TOOLS = $$(cmake --version 2>/dev/null | awk 'NR == 1 { split($$3, v, "."
                END { if (!found) print "cmake" }') $$(command -v ninja >/dev/null || echo ninja)
 
 .DELETE_ON_ERROR:
-.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench soak clean
+.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench peers soak clean
 
 serve: $(INSTALLED) .venv/installed-model
 	@exec $(BIN)/paceline serve '$(MODEL)' --port $(PORT) $(ARGS)
 
-install: $(INSTALLED)
+install: $(INSTALLED) .venv/installed-model .venv/installed-bench
 
 test: $(INSTALLED) .venv/installed-model .venv/installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -47,6 +47,10 @@ oracle: $(INSTALLED) .venv/installed-model .venv/installed-test .venv-oracle/ins
 
 bench: $(INSTALLED) .venv/installed-model .venv/installed-test
 	$(BIN)/python scripts/bench_http.py --command '$(BIN)/paceline serve $(MODEL) --port {port} $(ARGS)' $(BENCH_ARGS)
+
+# The servers of docs/peers.yaml, for `paceline compare --peers`: some 5 GB, and llama.cpp is compiled. PEERS: which.
+peers: $(INSTALLED) .venv/installed-model
+	PYTHON=$(BIN)/python scripts/peers.sh build/peers $(PEERS)
 
 # 50,000 requests, some minutes on two quiet cores. SOAK_ARGS: see scripts/soak.py --help.
 soak: $(INSTALLED) .venv/installed-test
@@ -94,6 +98,11 @@ clean:
 .venv/installed-test: pyproject.toml constraints.txt | $(INSTALLED)
 	@echo "installing the test tools"
 	@$(PIP) $(call extra,test)
+	@touch $@
+
+.venv/installed-bench: pyproject.toml constraints.txt | $(INSTALLED)
+	@echo "installing what paceline bench and compare need"
+	@$(PIP) $(call extra,bench)
 	@touch $@
 
 .venv/installed-lint: pyproject.toml constraints.txt | $(INSTALLED)

@@ -345,6 +345,15 @@ def build_async_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngin
                        server.step_timeout_seconds or None)
 
 
+def async_engine_around(loaded: LoadedModel, config: EngineConfig) -> AsyncEngine:
+    """An engine with a schedule and KV memory of its own around weights that several share; its loop is a thread."""
+    def load() -> Engine:
+        return with_journal(assemble(loaded, config.cache, config.scheduler), config)
+
+    return AsyncEngine(TRANSPORTS["thread"](load), partial(served_model, config.model), QueueLimits.of(ServerConfig()),
+                       WallClock(), None)
+
+
 def serve(config: EngineConfig, server: ServerConfig) -> int:
     """`paceline serve`. Returns the exit status."""
     from .server.serve import serve as serve_http  # the HTTP stack is loaded by those who serve

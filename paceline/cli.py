@@ -1,6 +1,6 @@
-"""The command line: paceline serve | generate | info | journal | replay | bench | reproduce. Flags come from the knobs
-of config.py; `--json` prints one JSON object on standard output and everything else goes to standard error. Exit
-status: 0 done, 1 the run failed, 2 the caller's mistake."""
+"""The command line: paceline serve | generate | info | journal | replay | bench | compare | reproduce. Flags come from
+the knobs of config.py; `--json` prints one JSON object on standard output and everything else goes to standard error.
+Exit status: 0 done, 1 the run failed, 2 the caller's mistake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .bench import bench_command, reproduce_command
+from .bench import bench_command, compare_command, reproduce_command
 from .config import CacheConfig, JournalConfig, ModelConfig, SchedulerConfig, ServerConfig
 from .errors import ConfigError, EngineError, ModelError, RequestError
 from .flags import ENGINE_GROUPS, Parser, add_knobs, configured, declared_knob, given_knobs, ledger, plain_command, put
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     _add_journal_commands(commands)
     bench_command.add(commands)
+    compare_command.add(commands)
     reproduce_command.add(commands)
     info = _command(commands, "info", _info, "what a model needs and what fits; with --preset "
                     "and no MODEL, what that preset is and where it comes from")

@@ -57,7 +57,7 @@ def open_model(name: str, revision: str | None = None) -> ModelFiles:
     elif revision is not None:
         raise ModelError(f"revision={revision!r}: model {name!r} is not a hub id")
     if name in PACKAGED_MODELS:
-        return _open_gguf(_packaged_file(name))
+        return _open_gguf(packaged_file(name))
     if name.startswith(DUMMY_PREFIX):
         return _open_dummy(name.removeprefix(DUMMY_PREFIX))
     if name and path.is_dir():    # an empty name would be the working directory
@@ -69,7 +69,7 @@ def open_model(name: str, revision: str | None = None) -> ModelFiles:
                      f"{DUMMY_PREFIX} and one of {', '.join(DUMMY_SPECS)}")
 
 
-def _packaged_file(name: str) -> Path:
+def packaged_file(name: str) -> Path:
     """The GGUF inside the installed package, found without importing it."""
     package = PACKAGED_MODELS[name]
     found = importlib.util.find_spec(package)
