@@ -1,4 +1,4 @@
-# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | peers | soak | clean. Each target sets up what it needs, once.
+# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | peers | bench-peers | soak | clean. Each target sets up what it needs, once.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -26,7 +26,7 @@ NEEDED_TOOLS = $$(cmake --version 2>/dev/null | awk 'NR == 1 { split($$3, v, "."
                END { if (!found) print "cmake" }') $$(command -v ninja >/dev/null || echo ninja)
 
 .DELETE_ON_ERROR:
-.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench peers soak clean
+.PHONY: serve install test lint oracle test-arm test-native test-sanitize bench peers bench-peers soak clean
 
 serve: $(INSTALLED) .venv/installed-model
 	@exec $(BIN)/paceline serve '$(MODEL)' --port $(PORT) $(ARGS)
@@ -51,6 +51,10 @@ bench: $(INSTALLED) .venv/installed-model .venv/installed-test
 # The servers of docs/peers.yaml, for `paceline compare --peers`: some 5 GB, and llama.cpp is compiled. PEERS: which.
 peers: $(INSTALLED) .venv/installed-model
 	PYTHON=$(BIN)/python scripts/peers.sh build/peers $(PEERS)
+
+# Ours beside them, load by load, against our bounds: an hour. BENCH_ARGS: see scripts/bench_peers.py --help.
+bench-peers: peers .venv/installed-test
+	$(BIN)/python scripts/bench_peers.py $(BENCH_ARGS)
 
 # 50,000 requests, some minutes on two quiet cores. SOAK_ARGS: see scripts/soak.py --help.
 soak: $(INSTALLED) .venv/installed-test
