@@ -1,4 +1,5 @@
-# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | peers | bench-peers | soak | clean. Each target sets up what it needs, once.
+# make serve | test | lint | oracle | test-arm | test-native | test-sanitize | bench | peers | bench-peers | soak | clean.
+# Each target sets up what it needs, once.
 
 PYTHON ?= python3
 PORT ?= 8000

@@ -3,8 +3,8 @@
     python scripts/bench_peers.py [--rounds 5] [--only decode-heavy-8] [--folder bench-results/peers]
 
 Each load is one `paceline compare`: the contestants run as servers, take turns on the same requests with words no cache
-knows, and every round pairs them. A bound is a ratio of medians over rounds, with the least and greatest ratio of a round
-beside it. The environments come from `make peers`. Prints tables for docs/benchmarks.md; a report a load is left behind.
+knows, and every round pairs them. Beside a bound stands the median of the rounds' ratios, with the least and greatest.
+The environments come from `make peers`. Prints a table for docs/benchmarks.md and leaves a report of each load behind.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def measure(load: Load, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
         subprocess.run(
             [sys.executable, "-m", "paceline.cli", "compare", "--peers", str(peers_file(load, folder)), "--workload",
              load.workload, "--concurrency", str(load.num_clients), "--requests", str(load.num_requests), "--rounds",
-             str(num_rounds), "--output", str(output)], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+             str(num_rounds), "--output", str(output)],
+            check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     cells: list[dict[str, Any]] = json.loads((output / "summary.json").read_text())["cells"]
     return cells
 
