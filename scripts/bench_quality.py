@@ -22,7 +22,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| weights | KV | perplexity | change % (standard error) | greedy agreement | mean KL, nats |\n"
           "|---|---|---|---|---|---|", flush=True)
-    for kv_dtype in reversed(KV_DTYPES):
+    for kv_dtype in KV_DTYPES:
         for dtype in (*WEIGHT_FORMS, "auto"):
             config = ModelConfig(model=arguments.model, dtype=dtype, kv_dtype=kv_dtype, isa=arguments.isa)
             report(dtype, kv_dtype, describe_quality(config)["quality"])
