@@ -1,5 +1,6 @@
 // The table of kernels of one instruction-set path. Each path compiles the same units (linear.cpp, elementwise.cpp,
-// attention.cpp, sample.cpp) with its own flags inside its own namespace; program.cpp picks a table at run time.
+// attention.cpp, sample.cpp, quantize.cpp, peaks.cpp) with its own flags inside its own namespace; cpu_features.cpp finds a
+// table at run time.
 //
 // Every function works on a part of its output that the caller names (rows, strips, heads), so that any split of the work
 // over threads gives the same bits: an output element is one reduction over K in one order, done by one call.
@@ -181,6 +182,12 @@ struct KernelTable {
   // block holds them (all 0 where d = 0), and the weighted squared error of each output.
   void (*int4_lines)(const float* values, float* d, float* m);
   void (*int4_quants)(const float* values, const float* d, const float* m, uint32_t* words, float* error);
+
+  // peaks.cpp: the calling thread's ceilings. multiply_add spins on products in registers, in the instructions the path has
+  // for the form, and tells how many multiplications and additions it did; read_memory walks memory in order, the bytes
+  // or-ed together so that none is left out.
+  int64_t (*multiply_add)(Form form, int64_t rounds);
+  int32_t (*read_memory)(const uint8_t* data, int64_t num_bytes);
 };
 
 extern const KernelTable kernels_portable;

@@ -12,11 +12,11 @@ namespace {
 
 // Tiles in rows x strips.
 #if defined(PACELINE_ISA_AVX512)
-constexpr int kFloatRows = 8, kFloatStrips = 3, kIntRows = 16;    // 24 or 16 accumulators of 32 registers
+constexpr int kFloatRows = 8, kPairRows = 8, kFloatStrips = 3, kIntRows = 16;    // 24 or 16 accumulators of 32 registers
 #elif defined(PACELINE_ISA_AVX2)
-constexpr int kFloatRows = 6, kFloatStrips = 1, kIntRows = 4;     // 12 or 8 of 16
+constexpr int kFloatRows = 6, kPairRows = 4, kFloatStrips = 1, kIntRows = 4;     // 12 or 8 of 16; pairs need 6 beside theirs
 #else
-constexpr int kFloatRows = 2, kFloatStrips = 1, kIntRows = 4;
+constexpr int kFloatRows = 2, kPairRows = 2, kFloatStrips = 1, kIntRows = 4;
 #endif
 static_assert(kFloatRows <= linear_max_tile_rows && kIntRows <= linear_max_tile_rows, "units.h states the largest tile");
 
@@ -119,7 +119,7 @@ struct IntTile {
 
 // y += d * scale * (sum of (w + 128) * q - 128 * sum of q), the bracket in integers.
 template <int N>
-PL_INLINE void add_int8_group(f32x16* acc, const i32x16* weight, f32x16 d, const IntTile& t, GroupCursor& at) {
+PL_INLINE void add_int8_group(f32x16* acc, const quad8* weight, f32x16 d, const IntTile& t, GroupCursor& at) {
   const int8_t* q[N];
   int64_t index[N];
   group_dot dot[N];
@@ -162,9 +162,9 @@ void tile_int8(const Tile& tile) {
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
   const uint8_t* const end = tile.weights + t.num_groups * int8_block_bytes;
   for (const uint8_t* w = tile.weights; w != end; w += int8_block_bytes, t.first.q += kGroup, ++t.first.index) {
-    i32x16 weight[8];
+    quad8 weight[8];
     PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
-      weight[quad] = load_i32(w + quad * 4 * kStrip);
+      weight[quad] = load_quad8(w + quad * 4 * kStrip);
       prefetch(w + quad * 4 * kStrip + kAhead);
     }
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
@@ -212,18 +212,18 @@ using TileKernel = void (*)(const Tile&);
 
 #if defined(PACELINE_ISA_AVX512)
 constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_8(tile_f32, 1)}, {PL_8(tile_f32, 2)}, {PL_8(tile_f32, 3)}};
-constexpr TileKernel kBf16Tiles[kFloatStrips][kFloatRows] = {
+constexpr TileKernel kBf16Tiles[kFloatStrips][kPairRows] = {
     {PL_8(tile_bf16, 1)}, {PL_8(tile_bf16, 2)}, {PL_8(tile_bf16, 3)}};
 constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_16(tile_int8, 1)}};
 constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_16(tile_int4, 1)}};
 #elif defined(PACELINE_ISA_AVX2)
 constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_6(tile_f32, 1)}};
-constexpr TileKernel kBf16Tiles[kFloatStrips][kFloatRows] = {{PL_6(tile_bf16, 1)}};
+constexpr TileKernel kBf16Tiles[kFloatStrips][kPairRows] = {{PL_4(tile_bf16, 1)}};
 constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_4(tile_int8, 1)}};
 constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_4(tile_int4, 1)}};
 #else
 constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_2(tile_f32, 1)}};
-constexpr TileKernel kBf16Tiles[kFloatStrips][kFloatRows] = {{PL_2(tile_bf16, 1)}};
+constexpr TileKernel kBf16Tiles[kFloatStrips][kPairRows] = {{PL_2(tile_bf16, 1)}};
 constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_4(tile_int8, 1)}};
 constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_4(tile_int4, 1)}};
 #endif
@@ -237,7 +237,7 @@ struct FormKernels {
 FormKernels kernels_of(Form form, int64_t num_inputs) {
   switch (form) {
     case Form::f32: return {kF32Tiles[0], kFloatRows, kFloatStrips, num_inputs * kStrip * 4};
-    case Form::bf16: return {kBf16Tiles[0], kFloatRows, kFloatStrips, num_inputs * kStrip * 2};
+    case Form::bf16: return {kBf16Tiles[0], kPairRows, kFloatStrips, num_inputs * kStrip * 2};
     case Form::int8: return {kInt8Tiles[0], kIntRows, 1, num_inputs / kGroup * int8_block_bytes};
     case Form::int4: break;
   }

@@ -10,7 +10,7 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(PACELINE_FLAGS -O3 -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall -Wextra -Wno-psabi ${PACELINE_MORE_FLAGS})
 
 # One set of units per instruction-set path. They share nothing but kernels.h.
-set(PATH_UNITS linear.cpp elementwise.cpp attention.cpp sample.cpp quantize.cpp table.cpp)
+set(PATH_UNITS linear.cpp elementwise.cpp attention.cpp sample.cpp quantize.cpp peaks.cpp table.cpp)
 list(TRANSFORM PATH_UNITS PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 
 function(add_path name)

@@ -139,24 +139,29 @@ PL_INLINE f32x16 load_f16(const uint16_t* from) {
 }
 
 // --- dot products; w holds 16 x 4 u8 or 16 x 2 bf16 ---
-PL_INLINE i32x16 load_quad(const int8_t* four) { int32_t q; memcpy(&q, four, 4); return set1_i32(q); }
 PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4); return set1_i32(q); }
+PL_INLINE __m256i load_quad(const int8_t* four) { int32_t q; memcpy(&q, four, 4); return _mm256_set1_epi32(q); }
 
-// A group's integer dot product of w + 128 with q, started at -128 * (sum of q). vpmaddubsw would saturate at 255 * 127 * 2, so even and odd bytes are widened to 16 bits:
-// vpmaddwd never saturates here.
+// Sums in inline assembly: sums of integers may be taken in any order, so g++ 12 computes all products of a group first,
+// spills them and then adds them up in a tree.
+PL_INLINE __m256i then_add_32(__m256i sum, __m256i a) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(a)); return sum; }
+PL_INLINE __m256i then_add_16(__m256i sum, __m256i a) { asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(a)); return sum; }
+
+// A group's integer dot product of w with q. The weights come as w + 128; vpmaddubsw, which takes an unsigned and a signed
+// operand, gets |w| and q with w's sign: a pair's sum stays at 2 * 128 * 127 < 2^15, where (w + 128) * q would saturate.
+// A quad is kept as its address: sixteen registers hold four rows' sums and one quad at a time.
 typedef i32x16 group_dot;
-PL_INLINE group_dot start_dot(const int32_t* sum) { return set1_i32(-128 * *sum); }
-PL_INLINE __m256i add_quad_half(__m256i acc, __m256i w, __m256i x_even, __m256i x_odd) {
-  const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(0xff));
-  const __m256i w_odd = _mm256_srli_epi16(w, 8);
-  acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w_even, x_even));
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(w_odd, x_odd));
+struct quad8 { const __m256i* at; };
+PL_INLINE quad8 load_quad8(const void* from) { return {static_cast<const __m256i*>(from)}; }
+PL_INLINE group_dot start_dot(const int32_t*) { return set1_i32(0); }
+PL_INLINE __m256i add_quad_half(__m256i acc, __m256i stored, __m256i x) {
+  const __m256i w = _mm256_xor_si256(stored, _mm256_set1_epi8(-128));
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  return then_add_32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
-  const __m256i x = load_quad(four).lo;
-  const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
-  const __m256i x_odd = _mm256_srai_epi16(x, 8);
-  return {add_quad_half(acc.lo, w.lo, x_even, x_odd), add_quad_half(acc.hi, w.hi, x_even, x_odd)};
+PL_INLINE group_dot add_quad(group_dot acc, quad8 w, const int8_t* four) {
+  const __m256i x = load_quad(four);
+  return {add_quad_half(acc.lo, _mm256_loadu_si256(w.at), x), add_quad_half(acc.hi, _mm256_loadu_si256(w.at + 1), x)};
 }
 PL_INLINE f32x16 finish_dot(group_dot acc) { return to_f32(acc); }
 
@@ -164,9 +169,8 @@ PL_INLINE f32x16 finish_dot(group_dot acc) { return to_f32(acc); }
 struct group_dot4 { __m256i lo, hi; };
 PL_INLINE group_dot4 start_dot4() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 PL_INLINE group_dot4 add_quad4(group_dot4 acc, i32x16 w, const int8_t* four) {
-  const __m256i x = load_quad(four).lo;
-  return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
-          _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+  const __m256i x = load_quad(four);
+  return {then_add_16(acc.lo, _mm256_maddubs_epi16(w.lo, x)), then_add_16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
 }
 PL_INLINE f32x16 finish_dot4(group_dot4 acc) {
   const __m256i ones = _mm256_set1_epi16(1);

@@ -113,6 +113,8 @@ PL_INLINE f32x16 fma_at(f32x16 acc, f32x16 w, const float* one) {
 
 // A group's integer dot product of w + 128 with q, started at -128 * (sum of q).
 typedef i32x16 group_dot;
+typedef i32x16 quad8;    // what a quad of int8 weights is kept as while rows pass by
+PL_INLINE quad8 load_quad8(const void* from) { return load_i32(from); }
 // Scaled in a general register: done in vectors, the four- and eight-row tiles take half as long again (measured).
 PL_INLINE group_dot start_dot(const int32_t* sum) { return set1_i32(-128 * *sum); }
 PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {

@@ -125,6 +125,8 @@ PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4);
 // A group's integer dot product of w + 128 with q, started at -128 * (sum of q), held in floats: every partial sum is below 32 * 255 * 128 < 2^24, so it is exact, and any
 // machine multiplies floats by the vector.
 struct group_dot { f32x16 sum; };
+typedef i32x16 quad8;    // what a quad of int8 weights is kept as while rows pass by
+PL_INLINE quad8 load_quad8(const void* from) { return load_i32(from); }
 PL_INLINE group_dot start_dot(const int32_t* sum) { return {set1(static_cast<float>(-128 * *sum))}; }
 PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
   const i32x16 byte = set1_i32(0xff);

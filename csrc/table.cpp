@@ -33,6 +33,8 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::sample_scratch_bytes,
     PACELINE_ISA::int4_lines,
     PACELINE_ISA::int4_quants,
+    PACELINE_ISA::multiply_add,
+    PACELINE_ISA::read_memory,
 };
 
 }  // namespace paceline

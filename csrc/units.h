@@ -51,5 +51,8 @@ size_t sample_scratch_bytes(int64_t vocab_size);
 void int4_lines(const float* values, float* d, float* m);
 void int4_quants(const float* values, const float* d, const float* m, uint32_t* words, float* error);
 
+int64_t multiply_add(Form form, int64_t rounds);
+int32_t read_memory(const uint8_t* data, int64_t num_bytes);
+
 }  // namespace PACELINE_ISA
 }  // namespace paceline

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
 
 from . import build
+from .bench import step_profile
+from .bench.kernels import BenchModel
 from .build import LoadedModel, assemble, chat_template, check_names, kv_groups, max_step_tokens, notice
 from .config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from .errors import ConfigError
 from .kv.groups import KVBudget
 from .model.decoder import estimated_weights_bytes, num_active_weights, num_matrix_weights, weights_bytes
 from .model.spec import ModelSpec
-from .ops.cpu import available_paths, cpu_features
+from .ops.cpu import CpuBackend, available_paths, cpu_features
 from .ops.machine import available_memory_bytes
 from .runner import quality
 from .runner.executor import ModelExecutor
@@ -90,6 +94,25 @@ def describe_quality(config: ModelConfig) -> dict[str, dict[str, Any]]:
         },
         "quality_definitions": dict(quality.DEFINITIONS),
     }
+
+
+def describe_profile(config: ModelConfig) -> dict[str, Any]:
+    """The sections of `info --profile`: where the time of a step goes."""
+    steps = step_profile.profile(bench_model(build.load_model(config)))
+    return {"profile": steps, "profile_definition": step_profile.DEFINITION}
+
+
+def profile_table(profile: Mapping[str, Any]) -> list[str]:
+    """For a person: nothing where nothing was profiled."""
+    return [step_profile.table(profile["profile"])] if profile else []
+
+
+def bench_model(loaded: LoadedModel) -> BenchModel:
+    """What the timers of the step runner are read from. Raises ConfigError where the path has none."""
+    if not isinstance(loaded.backend, CpuBackend):
+        raise ConfigError(f"the timers are the compiled kernels'; isa={loaded.backend.path_name!r} has none")
+    kv = kv_spec(loaded.files.spec, loaded.groups, CacheConfig(num_kv_blocks=1), loaded.config.kv_dtype)
+    return BenchModel(loaded.program, kv, loaded.max_model_len, loaded.backend.bind)
 
 
 def _reference_dtype(loaded: LoadedModel) -> str:

@@ -65,5 +65,6 @@ void test_attention(const KernelTable& table);
 void test_sample(const KernelTable& table);
 void test_pool();
 void test_program(const KernelTable& table);
+void test_calibration(const KernelTable& table);
 
 }  // namespace paceline::test

@@ -79,6 +79,7 @@ int main() {
     test::test_attention(*table);
     test::test_sample(*table);
     test::test_program(*table);
+    test::test_calibration(*table);
   }
   test::test_pool();
   std::printf("%d passed, %d failed\n", test::num_passed(), test::num_failed());

@@ -74,6 +74,10 @@ class CpuBackend:
         values: NDArray[np.float32] = self._kernels.unpack(packed.payload)
         return values
 
+    def calibration(self) -> Any:
+        """The machine's own limits on this path and these threads: paceline._kernels.Calibration."""
+        return self._kernels.Calibration(self._path, self.num_threads)
+
     def bind(self, program: Program, kv: KVSpec) -> CpuRunner:
         buffers = [(b.buffer_id, b.rows, b.width) for b in program.buffers]
         nodes = [(n.verb, list(n.inputs), NO_OUTPUT if n.output is None else n.output, list(n.weights), dict(n.attrs))
@@ -108,6 +112,16 @@ class CpuRunner:
     def poison(self, block_ids: NDArray[np.int32]) -> None:
         """Fills blocks with NaN, so that a test notices whoever reads them."""
         self._runner.poison(block_ids)
+
+    def profile(self, enable: bool) -> None:
+        """Starts, from nothing, or stops the timers of the program's operations."""
+        self._runner.profile(enable)
+
+    def profile_report(self) -> list[tuple[str, int, float]]:
+        """(operation, times it ran, seconds in all) in the order of the program. An operation is a node, or a run of
+        nodes that work row by row; those of one name are added up."""
+        report: list[tuple[str, int, float]] = self._runner.profile_report()
+        return report
 
     def close(self) -> None:
         self._runner.close()
