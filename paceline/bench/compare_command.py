@@ -167,8 +167,9 @@ class _Task:
         async with AsyncExitStack() as stack:
             entrants = await self._entrants(stack)
             self._load.fitted(await everyone(entrants, self.arguments.prompts))    # type: ignore[arg-type]
-            plan = Plan(bench=in_order(self._load.plan()), num_rounds=self.arguments.rounds, warm_up=self.arguments.warm_up,
-                        baseline=self.arguments.baseline or self._names[0], setup=setup_of(self.arguments, self._load))
+            plan = Plan(bench=in_order(self._load.plan()), num_rounds=self.arguments.rounds,
+                        warm_up=self.arguments.warm_up, baseline=self.arguments.baseline or self._names[0],
+                        setup=setup_of(self.arguments, self._load))
             comparing = Comparing(entrants, plan, self._folder)
             write_requests(self._folder / "requests.jsonl", plan.requests(plan.cells[0], 1))
 
