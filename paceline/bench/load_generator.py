@@ -54,11 +54,6 @@ class CellPlan:
         if self.ramp_in_seconds is not None and not self.arrivals.is_closed:
             raise ConfigError(f"ramp_in has no effect on arrivals {self.arrivals.kind}; it goes with closed")
 
-    def starts(self, num_clients: int) -> list[float]:
-        """When each client of a closed loop begins. Not all at once: sending one request takes a client a part of a
-        millisecond, and a crowd that starts as one stays in step for long."""
-        ramp = START_GAP_SECONDS * num_clients if self.ramp_in_seconds is None else self.ramp_in_seconds
-        return [ramp * number / num_clients for number in range(num_clients)]
 
 
 @dataclass(kw_only=True)
@@ -164,7 +159,7 @@ class Run:
         return self.now() - self._measure_start
 
     async def warm_up(self) -> None:
-        await self._closed_loop(self._warm_up_threads, self.plan.concurrency or len(self._warm_up_threads))
+        await self._closed_loop(self._warm_up_threads, self.plan.concurrency or len(self._warm_up_threads), None)
 
     async def measure(self) -> None:
         self.is_warming_up = False
@@ -191,7 +186,7 @@ class Run:
     async def _load(self) -> None:
         if self.plan.arrivals.is_closed:
             assert self.plan.concurrency is not None
-            await self._closed_loop(self._threads, self.plan.concurrency)
+            await self._closed_loop(self._threads, self.plan.concurrency, self.plan.ramp_in_seconds)
         else:
             await self._open_loop()
 
@@ -202,17 +197,21 @@ class Run:
             grown=self.grown, zero=self._zero, num_not_sent=self.num_requests - num_recorded,
             is_interrupted=self.is_interrupted, is_stopped=self.is_stopped)
 
-    async def _closed_loop(self, threads: Sequence[Sequence[Asked]], num_clients: int) -> None:
-        """Each client takes the next thread when it has ended the one before."""
+    async def _closed_loop(
+        self, threads: Sequence[Sequence[Asked]], num_clients: int, ramp_in_seconds: float | None
+    ) -> None:
+        """Each client takes the next thread when it has ended the one before. They do not begin all at once: to send
+        one request takes a part of a millisecond, and a crowd that starts as one stays in step for long."""
         waiting = iter(threads)
-        begin = self.now()
+        begin, count = self.now(), min(num_clients, len(threads))
+        ramp = START_GAP_SECONDS * count if ramp_in_seconds is None else ramp_in_seconds
 
         async def client(free_at: float) -> None:
             await self._sleep_until(free_at)
             for thread in waiting:
                 free_at = await self._follow(thread, free_at)
 
-        await _together([client(begin + start) for start in self.plan.starts(min(num_clients, len(threads)))])
+        await _together([client(begin + ramp * number / count) for number in range(count)])
 
     async def _open_loop(self) -> None:
         start = self._start = self.now()
@@ -248,7 +247,8 @@ class Run:
         try:
             await self._target.send(self._prepared[asked.request_id], call)
         except asyncio.CancelledError:
-            call.fail("cut", f"the run was interrupted after {len(call.chunk_times)} chunks of this answer")
+            why = "stopped" if self.is_stopped else "interrupted"
+            call.fail("cut", f"the run was {why} after {len(call.chunk_times)} chunks of this answer")
             raise
         finally:
             if call.ended_at is None:

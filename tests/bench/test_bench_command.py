@@ -165,6 +165,27 @@ def test_an_engine_of_this_package_is_measured_without_http(model: str, capsys: 
     assert facts["target"]["preset"] == "tgi" and facts["target"]["config"]["cache"]["num_kv_blocks"] == 64
 
 
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_an_engine_takes_words_as_well_as_ids(form: str, model: str, capsys: Any) -> None:
+    facts = facts_of(model, *SHORT, "--requests", "2", "--prompts", form, *ENGINE, capsys=capsys)
+    lengths = facts["cells"][0]["repeats"][0]["lengths"]
+    assert lengths["prompt_achieved_mean"] > lengths["prompt_asked_mean"] == 6    # words of a small vocabulary's pieces
+
+
+def test_an_engine_s_full_queue_refuses_and_the_refusals_are_told(model: str, capsys: Any) -> None:
+    facts = facts_of(model, *SHORT, "--requests", "6", "--arrivals", "burst", "--warm-up", "0", "--max-queue", "2",
+                     *ENGINE, capsys=capsys)
+    told = facts["cells"][0]["repeats"][0]["requests"]
+    assert (told["ok"], told["errors"]["refused"]["count"]) == (2, 4)
+
+
+def test_a_request_beyond_the_engine_s_limit_is_told_before_anything_runs(
+        model: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "long.jsonl").write_text('{"prompt_token_ids": [40], "num_output_tokens": 500}')
+    status, out, err = bench(model, "--requests-file", str(tmp_path / "long.jsonl"), *ENGINE, capsys=capsys)
+    assert (status, out) == (2, "") and "line-1: 509 tokens of prompt and output; the limit here is 128" in err
+
+
 def test_shared_prefixes_hit_the_engine_s_cache_within_a_cell_only(model: str, capsys: Any) -> None:
     facts = facts_of(model, "--workload", "shared-prefix", "--prefix-tokens", "64", "--prompt-tokens", "8",
                      "--output-tokens", "2", "--fan-out", "4", "--requests", "4", "--concurrency", "1", "--repeats",
