@@ -58,6 +58,6 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path: Path) -> None:
                    env={**os.environ, "PACELINE_NO_KERNELS": "1"}, check=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "paceline").rglob("*")
-             if path.is_file() and path.suffix in (".py", ".txt", ".gz")}
-    assert "paceline/runner/quality.txt" in files
+             if path.is_file() and path.suffix in (".py", ".txt", ".css", ".gz")}
+    assert {"paceline/runner/quality.txt", "paceline/bench/data/report.css"} <= files
     assert files <= set(zipfile.ZipFile(wheel).namelist())

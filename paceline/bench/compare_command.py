@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from .bench_flags import LOAD_FLAGS, RUN_FLAGS, Flag
 
 if TYPE_CHECKING:
     from .bench_options import Load
+    from .bench_run import BenchPlan
     from .comparison import Comparison
     from .entrants import Entrant
 
@@ -134,6 +135,7 @@ class _Task:
             arguments.concurrency = DEFAULT_CONCURRENCY
         arguments.salt = arguments.salt or datetime.now(UTC).isoformat()
         self._load = Load(arguments)
+        in_order(self._load.plan())
         self._folder = new_folder(arguments.output)
 
     def _config(self, preset: str) -> Any:
@@ -165,8 +167,9 @@ class _Task:
         async with AsyncExitStack() as stack:
             entrants = await self._entrants(stack)
             self._load.fitted(await everyone(entrants, self.arguments.prompts))    # type: ignore[arg-type]
-            plan = Plan(bench=self._load.plan(), num_rounds=self.arguments.rounds, warm_up=self.arguments.warm_up,
-                        baseline=self.arguments.baseline or self._names[0], setup=setup_of(self.arguments, self._load))
+            plan = Plan(bench=in_order(self._load.plan()), num_rounds=self.arguments.rounds,
+                        warm_up=self.arguments.warm_up, baseline=self.arguments.baseline or self._names[0],
+                        setup=setup_of(self.arguments, self._load))
             comparing = Comparing(entrants, plan, self._folder)
             write_requests(self._folder / "requests.jsonl", plan.requests(plan.cells[0], 1))
 
@@ -240,6 +243,15 @@ def _is_all_default(arguments: argparse.Namespace) -> bool:
     is_recorded = arguments.requests_file is not None or arguments.trace is not None or (
         arguments.workload or "").startswith("azure")
     return not is_recorded and all(getattr(arguments, name) is None for name in names)
+
+
+def in_order(plan: BenchPlan) -> BenchPlan:
+    """Cells from the least load to the greatest. Raises ConfigError where they are not of one kind."""
+    from .compare import load_of
+
+    if len({load_of(cell).unit for cell in plan.cells}) > 1:
+        raise ConfigError("compare takes one concurrency with other arrivals: a cap for all rates")
+    return replace(plan, cells=sorted(plan.cells, key=lambda cell: load_of(cell).value))
 
 
 def names_of(text: str | None, flag: str) -> list[str]:

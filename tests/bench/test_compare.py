@@ -303,6 +303,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, ctrl_c_interrupts: None)
     (("--preset", "static", "--output", "/dev/null"), "not an empty folder"),
     (("--again", "/no/such/folder"), "run.json: cannot be read"),
     (("--preset", "static", "--find-rate", "3"), "--find-rate"),
+    (("--preset", "static", "--rate", "1,2", "--concurrency", "4,8"), "takes one concurrency"),
 ])
 def test_a_mistake_is_told_in_one_line_with_exit_status_2(argv: tuple[str, ...], said: str, capsys: Any) -> None:
     status, out, err = compare(*argv, capsys=capsys)
