@@ -390,7 +390,7 @@ def test_help_names_every_policy_there_is(capsys) -> None:
     for command in ("serve", "generate", "info", "replay"):
         status, out, _ = run(command, "--help", capsys=capsys)
         assert status == 0 and "--preset" in out
-    commands = {"serve", "generate", "info", "journal", "replay", "bench"}
+    commands = {"serve", "generate", "info", "journal", "replay", "bench", "reproduce"}
     assert commands == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
 
 
