@@ -398,7 +398,7 @@ def test_help_names_every_policy_there_is(capsys) -> None:
     for command in ("serve", "generate", "info", "replay"):
         status, out, _ = run(command, "--help", capsys=capsys)
         assert status == 0 and "--preset" in out
-    commands = {"serve", "generate", "info", "journal", "replay", "bench", "compare"}
+    commands = {"serve", "generate", "info", "journal", "replay", "bench", "bench kernels", "compare", "reproduce"}
     assert commands == set(_parser()._subparsers._group_actions[0].choices)    # type: ignore
 
 
