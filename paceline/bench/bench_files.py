@@ -206,6 +206,9 @@ def _warnings(cells: Sequence[Mapping[str, Any]]) -> list[str]:
                 lines.append(f"{one['cell']}: {guessed} answers came in chunks of unknown size: ITL is that of chunks")
             if "guess" in counted_by:
                 lines.append(f"{one['cell']}: the server tells no usage: output tokens are a guess, one a chunk")
+            if one["is_stopped"]:
+                lines.append(f"{one['cell']}: stopped, since too many had missed their limits; {one['not_sent']} "
+                             "requests were not sent")
             if one["is_interrupted"]:
                 lines.append(f"{one['cell']}: interrupted; {one['not_sent']} requests were not sent")
     rates = [one["cache_hit_rate"]["value"] for cell in cells for one in cell["repeats"]]

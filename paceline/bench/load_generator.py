@@ -247,7 +247,8 @@ class Run:
         try:
             await self._target.send(self._prepared[asked.request_id], call)
         except asyncio.CancelledError:
-            call.fail("cut", f"the run was interrupted after {len(call.chunk_times)} chunks of this answer")
+            why = "stopped" if self.is_stopped else "interrupted"
+            call.fail("cut", f"the run was {why} after {len(call.chunk_times)} chunks of this answer")
             raise
         finally:
             if call.ended_at is None:
