@@ -35,7 +35,7 @@ serve: $(INSTALLED) .venv/installed-model
 install: $(INSTALLED) .venv/installed-model .venv/installed-bench
 
 test: $(INSTALLED) .venv/installed-model .venv/installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(INSTALLED) .venv/installed-test .venv/installed-lint
 	$(BIN)/ruff check .
