@@ -95,7 +95,7 @@ def load_figure(comparison: Comparison, name: str, title: str, quantities: Seque
             axis = Axis(f"{quantity.title} at {comparison.loads[0].name}", quantity.words)
             panels.append(charts.bars(quantity.title, series, axis))
     sections = dict.fromkeys(quantity.section for quantity in quantities)
-    band = " Bands and whiskers: the least to the greatest round; lines: the mean." if comparison.num_rounds > 1 else ""
+    band = " Bands and whiskers: least to greatest round; lines: geometric mean." if comparison.num_rounds > 1 else ""
     said = "; ".join(_definition(section) for section in sections)
     return Figure(name, title, f"{said}.{band}", tuple(panels))
 

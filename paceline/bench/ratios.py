@@ -54,7 +54,8 @@ QUANTITIES = (THROUGHPUT, REQUESTS, *LATENCIES)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A quantity over rounds: mean, least and greatest."""
+    """A quantity over rounds: geometric mean (so that means and ratios put contestants in the same order), least and
+    greatest."""
 
     mean: float
     low: float
@@ -83,7 +84,10 @@ def by_round(comparison: Comparison, contestant: str, load: Load, quantity: Quan
 
 def spread(comparison: Comparison, contestant: str, load: Load, quantity: Quantity) -> Spread | None:
     values = list(by_round(comparison, contestant, load, quantity).values())
-    return Spread(float(np.mean(values)), min(values), max(values), len(values)) if values else None
+    if not values:
+        return None
+    mean = float(np.exp(np.log(values).mean())) if min(values) > 0 else 0.0
+    return Spread(mean, min(values), max(values), len(values))
 
 
 def ratio(comparison: Comparison, names: tuple[str, str], load: Load, quantity: Quantity) -> Ratio | None:

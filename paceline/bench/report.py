@@ -24,8 +24,9 @@ DEFINITIONS = {
     "where": "intended: when the load wanted the request sent; first, last: its first and last chunk with tokens; "
              "ended: the answer was complete; n: output tokens as the server counts",
     "throughput": f"requests that ended well, and their tokens, over the window {OURS.window}",
-    "p50, p99": "percentiles of a cell's requests, linear between neighbours; in tables and charts the mean over "
-                f"rounds (summary.json has {', '.join(f'p{q}' for q in PERCENTILES)} of each)",
+    "p50, p99": "percentiles of a cell's requests, linear between neighbours; in tables and charts, as all figures, "
+                "the geometric mean over rounds (summary.json has each round's "
+                f"{', '.join(f'p{q}' for q in PERCENTILES)})",
     "ratios": RATIO_METHOD,
     "cache hits": "prompt tokens taken from a prefix cache over prompt tokens, as the server tells",
     "valid": f"{summarise((), CellFacts(name='none'))['client']['definition']}; else the client was a bottleneck, and "
@@ -136,7 +137,7 @@ def _table(comparison: Comparison) -> str:
     rows = [row for load in reversed(comparison.loads) for row in _load_rows(comparison, load)]
     table = tag("table", tag("thead", head), tag("tbody", *rows))
     rounds = comparison.num_rounds
-    said = "Means over rounds, small: the least to the greatest. " if rounds > 1 else ""
+    said = "Geometric means over rounds, small: the least to the greatest. " if rounds > 1 else ""
     said += "Bold: the best of its load. Definitions stand at the end."
     return tag("section", tag("h2", "Figures"), tag("p", said, class_="caption"), tag("div", table, class_="scroll"),
                id="figures")

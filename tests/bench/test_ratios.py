@@ -114,6 +114,17 @@ def test_an_advantage_above_one_is_better_whichever_way_the_quantity_counts(quan
     assert ranked(both, clients(4), quantity) == ["fast", "slow"]
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0.5, 2.0), st.floats(0.5, 2.0)), min_size=1, max_size=5))
+def test_whoever_is_said_to_lead_leads_by_the_ratio_too(rounds: list[tuple[float, float]]) -> None:
+    """Also where rounds differ so much that their plain means would say otherwise."""
+    cells = [cell(name, clients(2), number, seconds) for number, both in enumerate(rounds, 1)
+             for name, seconds in zip(("one", "other"), both, strict=True)]
+    first, second = ranked(comparison(cells), clients(2), THROUGHPUT)
+    lead = advantage(comparison(cells), (first, second), clients(2), THROUGHPUT)
+    assert lead is not None and lead.value >= 1 - 1e-9
+
+
 def test_nothing_measured_is_no_finding() -> None:
     bad = comparison([cell("one", clients(2), 1, 1.0, status="dropped", error="the connection broke")])
     assert find(bad).winner is None and "Nothing was measured" in find(bad).lead
