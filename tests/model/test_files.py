@@ -102,9 +102,9 @@ def test_bf16_of_safetensors_comes_out_as_bytes(tmp_path: Path) -> None:
 def test_the_packaged_header_is_read_in_no_time() -> None:
     path = packaged_gguf()
     read_gguf(path)
-    started = time.perf_counter()
+    started = time.thread_time()
     file = read_gguf(path)
-    assert time.perf_counter() - started < 0.5      # 0.03 on a free core
+    assert time.thread_time() - started < 0.5      # 0.03 on a free core
     assert len(file.tensors) == 272
 
 
