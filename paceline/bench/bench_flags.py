@@ -63,6 +63,8 @@ HTTP_FLAGS: tuple[Flag, ...] = (
     ("api_key", str, "KEY", "key for the server"),
     ("timeout_seconds", float, "S", "for a whole answer (default: 600)"),
     ("keep_alive", None, "", "reuse connections; some servers close theirs unsaid, and requests then fail"),
+    ("counts", str, "WHERE", "whence a server tells its counts of tokens: end, in a usage behind the answer (default), "
+     "or chunk, in every chunk: surer where chunks hold several tokens, but more work for the server"),
     ("self_test", None, "", "first measure what this client can read here, from a server that answers at once"),
 )
 OUTPUT_FLAGS: tuple[Flag, ...] = (

@@ -15,6 +15,7 @@ from .call import Call
 from .records import Asked
 
 # What goes beyond the plain protocols; a server that refuses one of them is asked without it. In the order of leaving.
+COUNTS_IN_CHUNKS = ("continuous_usage_stats", "return_token_ids")    # cost the server work in every chunk
 EXTENSIONS = ("continuous_usage_stats", "return_token_ids", "min_tokens", "ignore_eos", "include_usage")
 
 

@@ -30,6 +30,7 @@ from .records import Asked
 from .targets import HttpOptions, HttpTarget
 
 LOOK_SECONDS = 0.2
+KILL_SECONDS = 5.0    # for killed processes to be gone
 TAIL_LINES = 12
 PLACES = ("port", "model", "cores", "log")
 APIS = {"openai": "auto", "auto": "auto", **{name: name for name in DIALECTS}}
@@ -146,14 +147,19 @@ class PeerServer:
         group = self._process.pid
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGTERM)
-        deadline = time.monotonic() + self.peer.stop_seconds
+        await self._until_empty(group, self.peer.stop_seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        await self._process.wait()
+        await self._until_empty(group, KILL_SECONDS)
+
+    async def _until_empty(self, group: int, seconds: float) -> None:
+        """Waits so long at most."""
+        deadline = time.monotonic() + seconds
         while _has_members(group) and time.monotonic() < deadline:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._process.wait()), LOOK_SECONDS)
             await asyncio.sleep(0.02)
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        await self._process.wait()
 
 
 def _has_members(group: int) -> bool:

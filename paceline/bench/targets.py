@@ -22,7 +22,7 @@ import orjson
 
 from ..errors import ConfigError, EngineError
 from .call import Call
-from .dialects import DIALECTS, Dialect, form_of
+from .dialects import COUNTS_IN_CHUNKS, DIALECTS, Dialect, form_of
 from .event_stream import EventReader
 from .records import Asked
 
@@ -74,8 +74,11 @@ class HttpOptions:
     api_key: str | None = None
     timeout_seconds: float = 600.0     # for a whole answer
     keep_alive: bool = False           # reuse connections
+    counts: str = "end"                # of tokens: a usage at the answer's end, or in every chunk
 
     def __post_init__(self) -> None:
+        if self.counts not in ("end", "chunk"):
+            raise ConfigError(f"counts={self.counts!r} is unknown; choose from ['chunk', 'end']")
         if self.protocol not in ("auto", *DIALECTS):
             raise ConfigError(f"protocol={self.protocol!r} is unknown; choose from {['auto', *sorted(DIALECTS)]}")
         if not self.timeout_seconds > 0:
@@ -247,21 +250,32 @@ class HttpTarget:
     async def _find_extensions(self, form: str) -> tuple[tuple[str, ...] | None, str]:
         """The extensions that the server takes with a form of prompts; None, and what it said, if it takes not even a
         plain request."""
-        taken = self._dialect.extensions
-        call = await self._try(form, taken)
-        if not _is_taken(call):
-            taken = ()
-            call = await self._try(form, taken)
-            if not _is_taken(call):
-                return None, call.error or ""
-            for name in reversed(self._dialect.extensions):    # a usage in each chunk needs the usage at the end
-                more = (name, *taken)
-                taken = more if _is_taken(await self._try(form, more)) else taken
+        names = self._dialect.extensions
+        if self._options.counts == "end":
+            taken, words = await self._find_among(form, tuple(name for name in names if name not in COUNTS_IN_CHUNKS))
+            if taken is None or "include_usage" in taken:
+                return taken, words
+        taken, words = await self._find_among(form, names)
+        if taken is None:
+            return None, words
         if "return_token_ids" in taken:
             # Where each chunk has a usage, the ids are not needed: they would repeat the prompt in every answer.
             without = tuple(name for name in taken if name != "return_token_ids")
             if (await self._try(form, without)).counted_by == "usage":
                 taken = without
+        return taken, ""
+
+    async def _find_among(self, form: str, names: tuple[str, ...]) -> tuple[tuple[str, ...] | None, str]:
+        call = await self._try(form, names)
+        if _is_taken(call):
+            return names, ""
+        taken: tuple[str, ...] = ()
+        call = await self._try(form, taken)
+        if not _is_taken(call):
+            return None, call.error or ""
+        for name in reversed(names):    # a usage in each chunk needs the usage at the end
+            more = (name, *taken)
+            taken = more if _is_taken(await self._try(form, more)) else taken
         return taken, ""
 
     async def _try(self, form: str, extensions: tuple[str, ...]) -> Call:

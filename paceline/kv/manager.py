@@ -112,6 +112,10 @@ class KVCacheManager:
                 num_new += num_blocks - len(table)
         return num_new + len(self._shared_groups(request)) if self._forked else num_new
 
+    def fits_on(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether so many more tokens can run with the blocks that are free."""
+        return self.num_blocks_to_continue(request, num_new_tokens) <= self.pool.num_free_blocks
+
     def num_blocks_to_reach(self, request: Request, hit: PrefixHit, num_tokens: int) -> int:
         """Free blocks that starting with this hit uses up until the request is `num_tokens` long, and its choices too.
 

@@ -46,12 +46,13 @@ def append_tokens(request: Request, result: RowResult, rules: FinishRules) -> tu
 
 def finish_after(request: Request, token_id: int, rules: FinishRules) -> Finish | None:
     """Whether the token just appended is the last one."""
-    sampling = request.sampling
-    is_long_enough = request.num_output_tokens > sampling.min_tokens    # an end is the token after min_tokens
+    sampling, num_output_tokens = request.sampling, len(request.output_token_ids)
+    is_long_enough = num_output_tokens > sampling.min_tokens    # an end is the token after min_tokens
     if is_long_enough and (token_id in sampling.stop_token_ids or (
         token_id in rules.eos_token_ids and not sampling.ignore_eos
     )):
         return Finish(FinishReason.STOP, StopMatch(token_id=token_id))
-    if request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= rules.max_model_len:
+    num_tokens = len(request.prompt_token_ids) + num_output_tokens
+    if num_output_tokens >= sampling.max_tokens or num_tokens >= rules.max_model_len:
         return LENGTH
     return None

@@ -190,7 +190,8 @@ class Scheduler:
             num_decodes_behind -= request.num_uncomputed_tokens == 1
             num_wanted = self._num_tokens_to_run(request, step)
             num_new_tokens = self.policies.chunking.share(view, num_wanted, step.budget_left, num_decodes_behind)
-            if num_new_tokens and self._make_room(request, num_new_tokens, view, step):
+            if num_new_tokens and (self.kv.fits_on(request, num_new_tokens)
+                                   or self._make_room(request, num_new_tokens, view, step)):
                 step.add_row(request, self._sampling_refs[request.request_id], num_new_tokens)
 
     def _num_tokens_to_run(self, request: Request, step: StepBuilder) -> int:
@@ -291,16 +292,15 @@ class Scheduler:
         request.num_computed_tokens = end
         self.kv.computed(request)
         num_input_tokens = self._counters.computed(request, start, end)
-        if num_input_tokens:
-            self.observations.service.charge(request, num_input_tokens, 0, self.config)
         if row.sampling is None:
+            self.observations.service.charge(request, num_input_tokens, 0, self.config)
             outputs += news_of_scores(request, row, result)
             return
         if row.scored is not None:
             news_of_scores(request, row, result)            # what they are goes with the token
         num_taken, finish = append_tokens(request, result, self._finish_rules)
         self._counters.num_generation_tokens += num_taken
-        self.observations.service.charge(request, 0, num_taken, self.config)
+        self.observations.service.charge(request, num_input_tokens, num_taken, self.config)
         request.first_token_at = now if request.first_token_at is None else request.first_token_at
         if finish is not None:
             self._end(request, finish, now)

@@ -136,7 +136,7 @@ def test_goodput_is_that_of_the_server_s_own_log(watched: Watched, limit: float)
 def test_a_server_is_asked_only_for_what_it_takes(missing: tuple[str, ...]) -> None:
     takes = tuple(name for name in EXTENSIONS if name not in missing)
     with serving(takes=takes) as server:
-        record = one(server.url)
+        record = one(server.url, counts="chunk")
         body = server.asked[0].body
     assert record.status == "ok" and sum(record.token_counts) == 5
     assert not missing or not set(missing) & {*body, *(body.get("stream_options") or {})}
@@ -148,11 +148,22 @@ def test_a_server_is_asked_only_for_what_it_takes(missing: tuple[str, ...]) -> N
     ((), "guess")])
 def test_a_chunk_is_not_a_token_and_the_best_count_there_is_is_used(takes: tuple[str, ...], counted_by: str) -> None:
     with serving(lambda body: Script(tokens_per_chunk=3), takes=takes) as server:
-        record = one(server.url, ask(0, 8))
+        record = one(server.url, ask(0, 8), counts="chunk")
     assert record.counted_by == counted_by and len(record.token_times) == 3
     assert record.token_counts == {"usage": (3, 3, 2), "token_ids": (3, 3, 2), "spread": (2, 3, 3),
                                    "guess": (1, 1, 1)}[counted_by]
     assert record.output_tokens == (None if counted_by == "guess" else 8)
+
+
+@pytest.mark.parametrize(("takes", "counted_by"), [
+    (EXTENSIONS, "spread"), (("return_token_ids", "continuous_usage_stats"), "token_ids")])
+def test_counts_in_every_chunk_are_asked_for_where_wanted_or_where_there_are_no_others(
+        takes: tuple[str, ...], counted_by: str) -> None:
+    with serving(lambda body: Script(tokens_per_chunk=3), takes=takes) as server:
+        record = one(server.url, ask(0, 8))
+        body = server.asked[0].body
+    assert record.counted_by == counted_by
+    assert ("return_token_ids" in body) == (counted_by == "token_ids")
 
 
 def test_as_many_chunks_as_the_usage_has_tokens_are_a_token_each() -> None:
