@@ -213,6 +213,7 @@ class ProcessTransport:
         self._process = context.Process(
             target=_child, args=(make_core, child_messages, child_news), name="paceline-engine", daemon=True)
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._joining = threading.Lock()
 
     def start(self, on_news: OnNews) -> None:
         self._process.start()
@@ -227,8 +228,10 @@ class ProcessTransport:
         self._outbox.put(message)    # never blocks the event loop: a full pipe is the writer thread's to wait for
 
     def join(self, timeout_seconds: float) -> bool:
-        self._process.join(timeout_seconds)
-        return self._process.exitcode is not None
+        # One at a time: of two threads that wait for a process one is told its status, the other nothing for a while.
+        with self._joining:
+            self._process.join(timeout_seconds)
+            return self._process.exitcode is not None
 
     def kill(self) -> None:
         if self._process.exitcode is None:
@@ -244,7 +247,7 @@ class ProcessTransport:
             try:
                 last = self._news.recv()
             except (EOFError, OSError):
-                self._process.join(5)
+                self.join(5)
                 last = Died(f"the engine process ended with exit status {self._process.exitcode}")
             on_news(last)
         self._outbox.put(None)
