@@ -54,7 +54,7 @@ peers: $(INSTALLED) .venv/installed-model
 	PYTHON=$(BIN)/python scripts/peers.sh build/peers $(PEERS)
 
 # Ours beside them, load by load, against our bounds: an hour. BENCH_ARGS: see scripts/bench_peers.py --help.
-bench-peers: peers .venv/installed-test
+bench-peers: peers .venv/installed-bench
 	$(BIN)/python scripts/bench_peers.py $(BENCH_ARGS)
 
 # 50,000 requests, some minutes on two quiet cores. SOAK_ARGS: see scripts/soak.py --help.

@@ -116,9 +116,11 @@ class HttpTarget:
         return (self._api if self._dialect.ends_with_done else self._root) + self._dialect.path
 
     def about(self) -> dict[str, Any]:
+        is_asked_less = self._options.counts == "end" and "include_usage" in self._extensions
+        known = (*self._extensions, *(COUNTS_IN_CHUNKS if is_asked_less else ()))
         return {"url": self.url, "protocol": self._protocol, "model": self._model, "prompt_forms": list(self._forms),
                 "takes": list(self._extensions),
-                "does_not_take": [name for name in self._dialect.extensions if name not in self._extensions],
+                "does_not_take": [name for name in self._dialect.extensions if name not in known],
                 "connections": "reused" if self._options.keep_alive else "one a request"}
 
     async def __aenter__(self) -> HttpTarget:

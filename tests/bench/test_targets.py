@@ -166,6 +166,11 @@ def test_counts_in_every_chunk_are_asked_for_where_wanted_or_where_there_are_no_
     assert ("return_token_ids" in body) == (counted_by == "token_ids")
 
 
+def test_what_a_server_was_not_asked_for_is_not_told_as_refused() -> None:
+    with serving() as server:
+        assert about(server.url)["does_not_take"] == []
+
+
 def test_as_many_chunks_as_the_usage_has_tokens_are_a_token_each() -> None:
     with serving(takes=("include_usage",)) as server:
         assert one(server.url, ask(0, 8)).counted_by == "events"
