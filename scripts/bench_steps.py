@@ -1,9 +1,10 @@
 """Time of engine steps without HTTP: schedule, kernels, update, in this process. For docs/benchmarks.md.
 
-    python scripts/bench_steps.py [MODEL] [--dtype int8] [--isa avx2]
+    python scripts/bench_steps.py [MODEL] [--dtype int8] [--isa avx2] [--context 200]
 
 A decode row is the median over steps in which exactly that many requests decode one token each. A prefill row is one
-prompt in one step. Prompts are random token ids, so nothing is reused; the prefix cache is off.
+prompt in one step. Prompts are random token ids, so nothing is reused; the prefix cache is off. Contexts grow by 100
+tokens while a row is measured: from 200 with one request and from 30 with more, or around what --context says.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from paceline.request import SamplingParams
 
 PREFILL_TOKENS = 512
 WARMUP = (1, 16, 20)    # requests, prompt tokens, output tokens
+NUM_OUTPUT_TOKENS = 100
+NUM_PROMPT_TOKENS = {1: 200, 8: 30, 16: 30, 32: 30}    # of so many requests
 Step = tuple[int, float, float]
 
 
@@ -52,6 +55,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--isa", default="auto")
+    parser.add_argument("--context", type=int, help="tokens that a request has seen, on average; at least 51")
     arguments = parser.parse_args()
     config = ModelConfig(model=arguments.model, dtype=arguments.dtype, isa=arguments.isa, max_model_len=2048)
     loaded = load_model(config)
@@ -60,8 +64,10 @@ def main() -> None:
     load = Load(engine, loaded.files.spec.vocab_size)
     list(load.steps(*WARMUP))
     print(f"{loaded.fingerprint}\n\n| step | ms | of it in the executor | tokens/s |\n|---|---|---|---|")
-    for num_rows, num_prompt_tokens in ((1, 200), (8, 30), (16, 30), (32, 30)):
-        steps = [step for step in load.steps(num_rows, num_prompt_tokens, 100) if step[0] == num_rows]
+    for num_rows, num_prompt_tokens in NUM_PROMPT_TOKENS.items():
+        if arguments.context is not None:
+            num_prompt_tokens = arguments.context - NUM_OUTPUT_TOKENS // 2
+        steps = [step for step in load.steps(num_rows, num_prompt_tokens, NUM_OUTPUT_TOKENS) if step[0] == num_rows]
         report(f"decode, {num_rows} rows", num_rows, steps)
     steps = [step for _ in range(5) for step in load.steps(1, PREFILL_TOKENS, 1)]
     report(f"prefill, {PREFILL_TOKENS} tokens", PREFILL_TOKENS, steps)

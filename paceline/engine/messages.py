@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from ..errors import RequestError
 from ..request import SamplingParams
+from ..sched.flat import pickled_flat
 from ..sched.ledger import LedgerTotals
 from ..sched.outputs import EngineStats, RequestOutput, RequestTimeline
 from ..sched.reports import RequestReport
@@ -97,6 +98,7 @@ class Ready:
     policy: PolicyState | None = None    # what it starts with; None: an engine that knows no policies by name
 
 
+@pickled_flat
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """One step's news. `step_num_tokens` and `step_duration_seconds` describe the step itself. The ledger comes now and

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..request import FinishReason, Request, StopMatch
+from .flat import pickled_flat
 from .plan import RowResult, ScoredToken, TopLogprobs
 from .step_time import UNKNOWN, StepTime
 
@@ -23,6 +24,7 @@ class RequestTimeline:
     num_preemptions: int
 
 
+@pickled_flat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What one step brought to one choice. `timeline` comes with the finish.
@@ -44,6 +46,7 @@ class RequestOutput:
     timeline: RequestTimeline | None = None
 
 
+@pickled_flat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges after a step and counters since start."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from operator import mul
 from typing import TypeAlias
 
+from .flat import pickled_flat
 from .plan import SchedulerOutput
 from .recent import Recent
 
@@ -38,6 +39,7 @@ COEFFICIENTS = ("constant", "decode_row", "decode_key", "prefill_token", "prefil
 Features: TypeAlias = tuple[float, float, float, float, float]    # in the order of COEFFICIENTS
 
 
+@pickled_flat
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """The coefficients, in seconds and in the order of COEFFICIENTS, as a value to export.

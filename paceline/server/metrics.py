@@ -16,7 +16,6 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -28,6 +27,7 @@ from ..request import FinishReason
 from .engine_port import EngineInfo
 from .ledger_metrics import LedgerMetrics
 from .schedule_metrics import ScheduleMetrics
+from .tally import Tally
 
 TTFT_BUCKETS = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKEN_BUCKETS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -69,7 +69,6 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-
 class Progress(NamedTuple):
     """What was seen of a request that has not finished."""
 
@@ -96,10 +95,11 @@ class Metrics:
             name: Counter(f"vllm:{name}", text, LABELS, registry=registry).labels(*self._values)
             for name, text in COUNTERS.items()
         }
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=registry).labels(*self._values)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
+        labels = dict(zip(LABELS, self._values, strict=True))
+        self._histograms = {name: Tally(f"vllm:{name}", text, buckets, labels)
+                            for name, (text, buckets) in HISTOGRAMS.items()}
+        for histogram in self._histograms.values():
+            registry.register(histogram)
         ended = Counter("vllm:request_success", "Requests ended", (*LABELS, "finished_reason"), registry=registry)
         self._ended = {reason: ended.labels(*self._values, reason.value) for reason in FinishReason}
         self._refused = Counter("paceline:requests_refused", "Requests turned away before they were accepted, by what "
@@ -108,18 +108,20 @@ class Metrics:
                                    registry=registry).labels(*self._values)
         self._tasks = Gauge("paceline:event_loop_tasks", "Tasks of the server's event loop", LABELS,
                             registry=registry).labels(*self._values)
-        self._ledger = LedgerMetrics(registry, dict(zip(LABELS, self._values, strict=True)), tenants)
+        self._ledger = LedgerMetrics(registry, labels, tenants)
         self._switches = Counter("paceline:policy_switches", "Switches of the policies on the running server",
                                  (*LABELS, "preset"), registry=registry)
         ProcessCollector(registry=registry)
         self._schedule = ScheduleMetrics(registry, LABELS, self._values)
         self._engine_info = dict(engine_info)
-        self._stats: EngineStats | None = None
+        self._stats: EngineStats | None = None           # the latest
+        self._told: EngineStats | None = None            # those that gauges and counters show
         self._progress: dict[str, Progress] = {}
 
     def text(self, num_open_replies: int = 0, num_tasks: int = 0, policy: PolicyState | None = None) -> bytes:
         """All of it; what is given is looked up when somebody asks."""
         self._schedule.show(policy)
+        self._tell_stats()
         self._open_replies.set(num_open_replies)
         self._tasks.set(num_tasks)
         return generate_latest(self._registry)
@@ -132,7 +134,7 @@ class Metrics:
 
     def on_outputs(self, outputs: Outputs) -> None:
         """The engine's listener."""
-        self._take_stats(outputs.stats)
+        self._stats = outputs.stats
         if outputs.step_num_tokens:
             self._histograms["iteration_tokens_total"].observe(outputs.step_num_tokens)
         if outputs.ledger is not None:
@@ -141,10 +143,14 @@ class Metrics:
         for output in outputs.outputs:
             self._take_output(output, now)
 
-    def _take_stats(self, stats: EngineStats) -> None:
-        last, self._stats = self._stats, stats
+    def _tell_stats(self) -> None:
+        """When somebody looks, not with every step: those are many."""
+        last, stats = self._told, self._stats
+        if stats is None:
+            return
         if last is None:
             self._publish_cache_info(stats)
+        self._told = stats
         self._gauges["num_requests_running"].set(stats.num_running)
         self._gauges["num_requests_waiting"].set(stats.num_waiting)
         self._gauges["kv_cache_usage_perc"].set(1 - stats.num_free_blocks / max(stats.num_blocks, 1))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.clock import VirtualClock
 from paceline.engine.messages import EngineStats, Outputs, RequestOutput, RequestTimeline
 from paceline.request import FinishReason
 from paceline.sched.step_time import COEFFICIENTS, UNKNOWN, StepTime
-from paceline.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, TTFT_BUCKETS, Metrics
+from paceline.server.metrics import COUNTERS, GAUGES, HISTOGRAMS, TOKEN_BUCKETS, TTFT_BUCKETS, Metrics
+from paceline.server.tally import Tally
 
 from .conftest import MODEL, StartServer
 
@@ -131,3 +135,17 @@ def test_idle_slots_and_the_step_time_model_are_exported() -> None:
     assert found["paceline:idle_slot_steps_total", ""] == found["paceline:padding_rows_total", ""] == 3
     assert found["paceline:step_time_relative_error", ""] == 0.07
     assert [found["paceline:step_time_seconds", term] for term in COEFFICIENTS] == list(model.coefficients)
+
+
+@given(values=st.lists(st.one_of(st.floats(0, 100), st.sampled_from(TOKEN_BUCKETS)), max_size=40))
+def test_a_tally_tells_what_the_clients_own_histogram_tells(values: list[float]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = Tally("vllm:inter_token_latency_seconds", "Between tokens", TOKEN_BUCKETS, LABELS)
+    ours.register(tally)
+    histogram = Histogram("vllm:inter_token_latency_seconds", "Between tokens", tuple(LABELS), buckets=TOKEN_BUCKETS,
+                          registry=theirs).labels(*LABELS.values())
+    for value in values:
+        tally.observe(value)
+        histogram.observe(value)
+    told = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
+    assert generate_latest(ours).splitlines() == told
