@@ -22,6 +22,7 @@ from .machine_facts import calibrate, calibration_facts
 from .metrics import CellFacts
 from .progress import Progress
 from .records import Asked
+from .slo import Slo
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 8    # at most where nothing is said, and of each answer at most
 
@@ -138,7 +139,7 @@ class Comparing:
         self.is_interrupted = self.is_interrupted or result.is_interrupted
         start = min((record.intended_at for record in result.records if not record.is_warm_up), default=0.0)
         return replace(
-            empty, records=tuple(result.records), facts=_facts(result),
+            empty, records=tuple(result.records), facts=_facts(result, self._plan.bench.slos),
             journal=None if journal is None else str(journal), samples=tuple(gauges.since(result.zero + start)),
             trouble="interrupted" if result.is_interrupted else None)
 
@@ -157,6 +158,6 @@ class Comparing:
         self._progress.say(f"{place}: {said}{left}")
 
 
-def _facts(result: CellResult) -> CellFacts:
-    facts = result.facts()
+def _facts(result: CellResult, slos: Mapping[str | None, Slo]) -> CellFacts:
+    facts = result.facts(slos)
     return replace(facts, loop_lags=[round(lag, 6) for lag in facts.loop_lags])

@@ -20,7 +20,7 @@ from ..config import CacheConfig, ModelConfig, SchedulerConfig
 from ..errors import ConfigError, EngineError
 from ..flags import ENGINE_GROUPS, add_knobs, given_knobs, plain_command, put
 from ..presets import PRESETS, engine_config
-from .bench_flags import LOAD_FLAGS, RUN_FLAGS, Flag
+from .bench_flags import LOAD_FLAGS, RUN_FLAGS, SLO_HELP, Flag
 
 if TYPE_CHECKING:
     from .bench_options import Load
@@ -49,7 +49,8 @@ def add(commands: Any) -> None:
     _add(cells, [flag for flag in RUN_FLAGS if flag[0] not in NOT_HERE])
     cells.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, metavar="N",
                        help=f"times that everything is measured, for intervals (default: {DEFAULT_ROUNDS})")
-    compare.set_defaults(**dict.fromkeys(NOT_HERE), slo=None)
+    cells.add_argument("--slo", action="append", metavar="LIMITS", help=SLO_HELP)
+    compare.set_defaults(**dict.fromkeys(NOT_HERE))
     out = compare.add_argument_group("results")
     out.add_argument("--output", metavar="DIR", help="a new folder for report.html, charts/ and all data "
                      "(default: bench-results/compare-TIME)")

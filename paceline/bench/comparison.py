@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from .journal_view import JournalReader, JournalView, Sample
 from .metrics import CellFacts, summarise
 from .records import RequestRecord
+from .slo import Slo
 
 RUN_FILE = "run.json"
 
@@ -139,7 +140,7 @@ def _entry(folder: Path, cell: Cell) -> dict[str, Any]:
     journal = None if cell.journal is None else Path(cell.journal).name
     return {"contestant": cell.contestant, "load": asdict(cell.load), "round": cell.round, "records": cell.file_name,
             "journal": journal, "samples": cell.file_name if cell.samples else None, "trouble": cell.trouble,
-            "facts": facts | {"slos": {}, "loop_lags": []}}
+            "facts": facts | {"slos": [asdict(slo) for slo in cell.facts.slos.values()], "loop_lags": []}}
 
 
 def read_comparison(folder: Path) -> Comparison:
@@ -162,7 +163,8 @@ def _cell(folder: Path, entry: Mapping[str, Any]) -> Cell:
     return Cell(
         contestant=entry["contestant"], load=Load(**entry["load"]), round=entry["round"], trouble=entry["trouble"],
         records=[record_of(one) for one in _lines(folder / "records" / entry["records"])],
-        facts=CellFacts(**{**entry["facts"], "server_cache": _pair(entry["facts"]["server_cache"]),
+        facts=CellFacts(**{**entry["facts"], "slos": {one["name"]: Slo(**one) for one in entry["facts"]["slos"]},
+                           "server_cache": _pair(entry["facts"]["server_cache"]),
                            "loop_lags": _lines(folder / "lags" / entry["records"])}),
         journal=None if entry["journal"] is None else str(folder / "journals" / entry["journal"]),
         samples=[Sample(**one) for one in samples])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from . import png, report
 from .comparison import Cell, Comparison
 from .figures import Figure, figures
 from .findings import Finding, find
-from .ratios import QUANTITIES, RATIO_METHOD, ratio
+from .ratios import RATIO_METHOD, Quantity, quantities, ratio
 
 
 def write_report(folder: Path, comparison: Comparison, title: str | None = None) -> tuple[Finding, str | None]:
@@ -54,7 +54,7 @@ def ratios_to_baseline(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Each contestant's figure over the baseline's: above 1 is more of it, be that good or bad."""
     for load in comparison.loads:
         for one in comparison.contestants:
-            for quantity in QUANTITIES:
+            for quantity in quantities(comparison):
                 found = None if one.name == comparison.baseline else ratio(
                     comparison, (one.name, comparison.baseline), load, quantity)
                 if found is not None:
@@ -65,13 +65,14 @@ def ratios_to_baseline(comparison: Comparison) -> Iterator[dict[str, Any]]:
 def write_csv(path: Path, comparison: Comparison) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["contestant", "load", "round", "requests", "ok", *(one.key for one in QUANTITIES),
+        columns = quantities(comparison)
+        writer.writerow(["contestant", "load", "round", "requests", "ok", *(one.key for one in columns),
                          "cache_hit_rate", "preemptions", "is_valid", "trouble"])
-        writer.writerows(_row(cell) for cell in comparison.cells)
+        writer.writerows(_row(cell, columns) for cell in comparison.cells)
 
 
-def _row(cell: Cell) -> list[Any]:
+def _row(cell: Cell, columns: Sequence[Quantity]) -> list[Any]:
     facts = cell.summary
     return [cell.contestant, cell.load.name, cell.round, facts["requests"]["measured"], facts["requests"]["ok"],
-            *(quantity.of(facts) for quantity in QUANTITIES), facts["cache_hit_rate"]["value"],
+            *(quantity.of(facts) for quantity in columns), facts["cache_hit_rate"]["value"],
             facts["preemptions"]["value"], facts["client"]["is_valid"], cell.trouble]

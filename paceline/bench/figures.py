@@ -12,7 +12,7 @@ from .comparison import Cell, Comparison, Load, plain_name
 from .findings import advantage, headline, uneven
 from .journal_view import KV_DEFINITIONS, JournalView
 from .measures import OURS
-from .ratios import BY_LOAD, RATES, Quantity, spread
+from .ratios import BY_LOAD, GOODPUT, RATES, Quantity, quantities, spread
 from .svg import Axis
 
 TIMED = (("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT"), ("e2e_seconds", "E2E"))
@@ -37,6 +37,8 @@ def figures(comparison: Comparison) -> Iterator[Figure]:
     if len(comparison.contestants) > 1:
         yield ratio_figure(comparison)
     yield load_figure(comparison, "throughput", "Throughput", RATES)
+    if GOODPUT in quantities(comparison):
+        yield load_figure(comparison, "goodput", "Goodput", (GOODPUT,))
     yield load_figure(comparison, "latency_against_load", "Latency against load", BY_LOAD)
     yield cumulative_figure(comparison)
     for load in reversed(comparison.loads):
@@ -96,13 +98,21 @@ def load_figure(comparison: Comparison, name: str, title: str, quantities: Seque
             panels.append(charts.bars(quantity.title, series, axis))
     sections = dict.fromkeys(quantity.section for quantity in quantities)
     band = " Bands and whiskers: least to greatest round; lines: geometric mean." if comparison.num_rounds > 1 else ""
-    said = "; ".join(_definition(section) for section in sections)
+    said = "; ".join(_definition(comparison, section) for section in sections)
     return Figure(name, title, f"{said}.{band}", tuple(panels))
 
 
-def _definition(section: str) -> str:
+def limits_words(comparison: Comparison) -> str:
+    """Those asked for, by class where there are classes."""
+    slos = next((cell.facts.slos for cell in comparison.cells if cell.facts.slos), {})
+    return "; ".join(f"{name}: {slo.text()}" if name else slo.text() for name, slo in slos.items())
+
+
+def _definition(comparison: Comparison, section: str) -> str:
     if section == "throughput":
         return f"Requests that ended well, and their output tokens, over the window {OURS.window}"
+    if section == "goodput":
+        return f"Requests a second that kept every limit: {limits_words(comparison)}"
     return f"{section.removesuffix('_seconds').upper()}: {OURS.measures[section].formula}"
 
 
@@ -124,7 +134,7 @@ def cumulative_figure(comparison: Comparison) -> Figure:
             series = [Series(one.name, place, values=values_of(comparison.cells_of(one.name, load), section))
                       for place, one in enumerate(comparison.contestants)]
             panels.append(charts.cumulative(f"{short} at {load.name}", series, axis))
-    said = "; ".join(_definition(section) for section, _ in TIMED)
+    said = "; ".join(_definition(comparison, section) for section, _ in TIMED)
     return Figure("latency_cumulative", "How long requests took",
                   f"The share of requests that took at most so long, of all rounds; further left is better. {said}.",
                   tuple(panels), contestants_legend(comparison))

@@ -30,7 +30,8 @@ class Quantity:
     is_high_good: bool = False
 
     def of(self, summary: Mapping[str, Any]) -> float | None:
-        value: float | None = summary[self.section][self.figure]
+        section = summary[self.section]
+        value: float | None = None if section is None else section[self.figure]
         return value
 
 
@@ -50,6 +51,12 @@ LATENCIES = tuple(
 BY_LOAD = LATENCIES[::2] + LATENCIES[1::2]
 E2E_P50 = LATENCIES[4]
 QUANTITIES = (THROUGHPUT, REQUESTS, *LATENCIES)
+GOODPUT = Quantity("good_requests_per_second", "good requests/s", "goodput", "requests_per_second", _rate, True)
+
+
+def quantities(comparison: Comparison) -> tuple[Quantity, ...]:
+    """Those that the comparison has figures of: goodput needs limits to keep."""
+    return (*QUANTITIES, GOODPUT) if any(cell.facts.slos for cell in comparison.cells) else QUANTITIES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from .findings import Finding, ranked
 from .journal_view import KV_DEFINITIONS
 from .measures import OURS
 from .metrics import PERCENTILES, CellFacts, summarise
-from .ratios import QUANTITIES, RATIO_METHOD, Quantity, spread
+from .ratios import RATIO_METHOD, Quantity, quantities, spread
 from .svg import tag
 
 STYLE = Path(__file__).with_name("data") / "report.css"
@@ -132,7 +132,8 @@ def _contestant(comparison: Comparison, one: Contestant) -> str:
 # --- tables
 
 def _table(comparison: Comparison) -> str:
-    head = tag("tr", tag("th", "", scope="col"), *(tag("th", escape(one.title), scope="col") for one in QUANTITIES),
+    columns = quantities(comparison)
+    head = tag("tr", tag("th", "", scope="col"), *(tag("th", escape(one.title), scope="col") for one in columns),
                *(tag("th", words, scope="col") for words in ("cache hits", "failed", "valid")))
     rows = [row for load in reversed(comparison.loads) for row in _load_rows(comparison, load)]
     table = tag("table", tag("thead", head), tag("tbody", *rows))
@@ -144,13 +145,14 @@ def _table(comparison: Comparison) -> str:
 
 
 def _load_rows(comparison: Comparison, load: Load) -> Iterator[str]:
-    yield tag("tr", tag("th", escape(load.name), colspan=len(QUANTITIES) + 4, scope="rowgroup"), class_="group")
-    best = {quantity.key: order[0] for quantity in QUANTITIES if (order := ranked(comparison, load, quantity))}
+    columns = quantities(comparison)
+    yield tag("tr", tag("th", escape(load.name), colspan=len(columns) + 4, scope="rowgroup"), class_="group")
+    best = {quantity.key: order[0] for quantity in columns if (order := ranked(comparison, load, quantity))}
     for place, one in enumerate(comparison.contestants):
         cells = comparison.cells_of(one.name, load)
         dot = tag("span", "", class_="dot", style=f"background:{svg.contestant_colour(place)}")
         figures = [tag("td", _value(comparison, one.name, load, quantity, best.get(quantity.key) == one.name))
-                   for quantity in QUANTITIES]
+                   for quantity in columns]
         yield tag("tr", tag("th", dot, escape(one.name), scope="row"), *figures, *_health(cells))
 
 
@@ -177,14 +179,15 @@ def _health(cells: Sequence[Cell]) -> list[str]:
 
 def _every_cell(comparison: Comparison) -> str:
     """Each round by itself: what the means are made of."""
-    head = ["contestant", "load", "round", "requests", *(one.title for one in QUANTITIES), "output tokens asked / got",
+    columns = quantities(comparison)
+    head = ["contestant", "load", "round", "requests", *(one.title for one in columns), "output tokens asked / got",
             "client"]
     rows = []
     for cell in comparison.cells:
         summary, lengths = cell.summary, cell.summary["lengths"]
-        values = [quantity.of(summary) for quantity in QUANTITIES]
+        values = [quantity.of(summary) for quantity in columns]
         shown = [quantity.words(value) if value is not None else "–" for quantity, value in
-                 zip(QUANTITIES, values, strict=True)]
+                 zip(columns, values, strict=True)]
         asked = "–" if lengths["output_asked_mean"] is None else (
             f"{lengths['output_asked_mean']:.4g} / {lengths['output_achieved_mean']:.4g}")
         done = f"{summary['requests']['ok']} of {summary['requests']['measured']}"

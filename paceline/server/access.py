@@ -29,6 +29,7 @@ PREFLIGHT_HEADERS = [
     (b"access-control-max-age", b"600"),
     (b"content-length", b"0"),
 ]
+PLAIN_SEND = "paceline.send"    # in the scope: the server's own `send`, for parts of an answer that has begun
 LOGGER = logging.getLogger("paceline.server")
 
 
@@ -47,6 +48,7 @@ class Access:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = _request_id(headers)
         note = scope[NOTE] = RequestNote(request_id.decode("ascii"), scope["method"], scope["path"])
+        scope[PLAIN_SEND] = send
         answer = Answer(send, request_id, b"origin" in headers)
         try:
             await self._answer(scope, receive, answer, headers)

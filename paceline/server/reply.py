@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import EngineDead
+from .access import PLAIN_SEND
 from .engine_port import Engine
 from .generation import Generation
 from .logprobs import ChoiceLogprobs, Entry, joined
@@ -70,6 +71,7 @@ class Reply:
         self._call = call
         self._live = live
         self._has_started = False
+        self._send_part: Send | None = None    # past the layers that have nothing to do once the answer has begun
         self._cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def cut(self) -> None:
@@ -79,6 +81,7 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._live.add(self)
         try:
+            self._send_part = scope.get(PLAIN_SEND, send)
             generation = Generation(self._engine, self._call)
             try:
                 await self._run(generation, receive, send)
@@ -198,8 +201,9 @@ class Reply:
             self._has_started = True
             ignored = [(name.encode(), value.encode()) for name, value in ignored_header(self._call.ignored).items()]
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + ignored})
+        send_part = self._send_part or send
         for event in events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send_part({"type": "http.response.body", "body": event, "more_body": True})
 
     async def _fail(self, error: Exception, send: Send) -> None:
         """Before the response has started the error gets its status; after, a stream gets an error event and ends."""

@@ -226,6 +226,32 @@ def test_a_preset_a_running_server_and_a_peer_are_measured_side_by_side(
     assert "fake_peer" in page.sections["setup"] and (out / "logs" / "peer-well.log").exists()
 
 
+def test_goodput_is_compared_where_limits_are_given(server: FakeServer, tmp_path: Path, capsys: Any) -> None:
+    """The server takes 20 ms to the first token and 2 ms to each other: one limit is kept by all, one by none."""
+    rates = {}
+    for limits in ("ttft=10", "ttft=5ms"):
+        out = tmp_path / limits
+        status, said, err = compare("--url", f"fake={server.url}", *SHORT, "--concurrency", "2", "--rounds", "1",
+                                    "--slo", limits, "--output", str(out), "--json", capsys=capsys)
+        assert status == 0, err
+        (cell,) = json.loads(said)["cells"]
+        rates[limits] = cell["goodput"]["requests_per_second"]
+        page = Page((out / "report.html").read_text(encoding="utf-8"))
+        assert "Requests a second that kept every limit: TTFT" in page.sections["goodput"]
+        assert "good requests/s" in page.sections["figures"] and (out / "charts" / "goodput.png").exists()
+        (line,) = csv.DictReader((out / "summary.csv").open())
+        assert float(line["good_requests_per_second"]) == rates[limits]
+        before = (out / "report.html").read_bytes()
+        assert compare("--again", str(out), capsys=capsys)[0] == 0
+        assert (out / "report.html").read_bytes() == before
+    assert rates["ttft=10"] == cell_rate(tmp_path / "ttft=10") and rates["ttft=5ms"] == 0
+
+
+def cell_rate(folder: Path) -> float:
+    (cell,) = read_comparison(folder).cells
+    return float(cell.summary["throughput"]["requests_per_second"])
+
+
 def test_open_arrivals_are_compared_by_rate(server: FakeServer, tmp_path: Path, capsys: Any) -> None:
     status, said, err = compare("--url", f"fake={server.url}", *SHORT, "--rate", "100,200", "--rounds", "1", "--output",
                                 str(tmp_path / "out"), capsys=capsys)
@@ -303,6 +329,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, ctrl_c_interrupts: None)
     (("--preset", "static", "--output", "/dev/null"), "not an empty folder"),
     (("--again", "/no/such/folder"), "run.json: cannot be read"),
     (("--preset", "static", "--find-rate", "3"), "--find-rate"),
+    (("--preset", "static", "--slo", "speed=3"), "slo: 'speed=3' is not WORD=SECONDS"),
     (("--preset", "static", "--rate", "1,2", "--concurrency", "4,8"), "takes one concurrency"),
 ])
 def test_a_mistake_is_told_in_one_line_with_exit_status_2(argv: tuple[str, ...], said: str, capsys: Any) -> None:
@@ -322,5 +349,5 @@ def test_help_tells_every_flag_s_meaning(capsys: Any) -> None:
     status, out, _ = compare("--help", capsys=capsys)
     assert status == 0
     for flag in ("--preset", "--url", "--peers", "--workload", "--requests", "--concurrency", "--rate", "--rounds",
-                 "--num-kv-blocks", "--output", "--json", "--baseline", "--again"):
+                 "--num-kv-blocks", "--output", "--json", "--baseline", "--again", "--slo"):
         assert flag in out
