@@ -140,8 +140,9 @@ class Generation:
             raise _failure(FinishReason.ABORT)    # a stream that was closed under us
 
     def _take(self, prompt_index: int, output: RequestOutput) -> Piece | None:
-        entries = self.prompt_entries[prompt_index]
-        entries += [Entry(one.token_id, one.logprob, one.top) for one in output.prompt_logprobs]
+        if output.prompt_logprobs:
+            self.prompt_entries[prompt_index] += [
+                Entry(one.token_id, one.logprob, one.top) for one in output.prompt_logprobs]
         if not output.token_ids and output.finish_reason is None:
             return None                           # a part of a prompt, nothing to tell yet
         if output.finish_reason is FinishReason.TIMEOUT and not (output.token_ids or self.num_completion_tokens):
