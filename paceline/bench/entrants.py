@@ -87,7 +87,7 @@ class UrlEntrant:
 
 
 class PeerEntrant:
-    """A server that was started for this comparison."""
+    """A server that was started for this comparison. It is held while others are measured."""
 
     def __init__(self, server: PeerServer, timeout_seconds: float) -> None:
         self._server = server
@@ -100,8 +100,12 @@ class PeerEntrant:
     async def target(self, journal: Path | None) -> AsyncIterator[Target]:
         if (trouble := self._server.trouble()) is not None:
             raise EngineError(trouble)
-        async with PeerTarget(self._server, self._timeout_seconds) as target:
-            self.contestant = replace(self.contestant, facts={
-                "command": self._server.command, **dict(self._server.peer.environment), **target.about(),
-                "ready after": f"{self._server.start_seconds:.1f} s", "log": str(self._server.log)})
-            yield target
+        self._server.resume()
+        try:
+            async with PeerTarget(self._server, self._timeout_seconds) as target:
+                self.contestant = replace(self.contestant, facts={
+                    "command": self._server.command, **dict(self._server.peer.environment), **target.about(),
+                    "ready after": f"{self._server.start_seconds:.1f} s", "log": str(self._server.log)})
+                yield target
+        finally:
+            self._server.pause()

@@ -142,14 +142,25 @@ class PeerServer:
                 await asyncio.sleep(LOOK_SECONDS)
         self.start_seconds = time.monotonic() - started_at
 
+    def pause(self) -> None:
+        """Holds the whole group until resume(): a server that has nothing to do may still take a core, spinning."""
+        self._tell(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Harmless for one that runs."""
+        self._tell(signal.SIGCONT)
+
+    def _tell(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
     async def stop(self) -> None:
         """The whole group, with SIGTERM first; whoever is left after stop_seconds gets SIGKILL."""
         group = self._process.pid
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGTERM)
+        self._tell(signal.SIGTERM)
+        self.resume()    # one that is held learns of SIGTERM only then
         await self._until_empty(group, self.peer.stop_seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        self._tell(signal.SIGKILL)
         await self._process.wait()
         await self._until_empty(group, KILL_SECONDS)
 

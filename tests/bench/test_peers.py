@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from paceline.bench.call import Call
+from paceline.bench.entrants import PeerEntrant
 from paceline.bench.gauges import gauges_in
 from paceline.bench.peers import Peer, PeerServer, PeerTarget, read_peers, running
 from paceline.bench.records import Asked
@@ -63,6 +65,28 @@ def test_a_peer_that_will_not_stop_is_killed_with_its_children(tmp_path: Path) -
     process_id = with_running(peer("stubborn"), tmp_path, look)
     child = int((tmp_path / "logs" / "peer.log").read_text().split("child ")[1].split()[0])
     assert not is_alive(process_id) and not is_alive(child)
+
+
+def state_of(process_id: int) -> str:
+    return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_peer_is_held_while_others_are_measured_and_stops_all_the_same(tmp_path: Path) -> None:
+    async def look(server: PeerServer) -> int:
+        await server.ready()
+        entrant = PeerEntrant(server, 5.0)
+        for _ in range(2):
+            async with entrant.target(None) as target:
+                assert state_of(server._process.pid) != "T"
+                call = Call(clock=lambda: 0.0)
+                await target.send(target.prepare(SHORT), call)
+                assert call.status == "ok", call.error
+            while state_of(server._process.pid) != "T":    # the system takes its time to stop the last thread
+                await asyncio.sleep(0)
+        return server._process.pid
+
+    process_id = with_running(peer("well", stop_seconds=10.0), tmp_path, look)
+    assert not is_alive(process_id)
 
 
 def test_a_peer_that_dies_is_told_by_name_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
