@@ -109,9 +109,9 @@ LOADS = (
         Bound(TPOT, BF16, VLLM_BF16, 2.5), Bound(TPOT, BF16, ("llama.cpp bf16",), 1.0))),
     Load("decode-heavy", 8, 32, (
         Bound(RATE, OWN, LLAMAS, 2.5), Bound(RATE, OWN, ("OpenVINO",), 2.8), Bound(RATE, BF16, VLLM_BF16, 2.5))),
-    Load("decode-heavy", 32, 64, (
+    Load("decode-heavy", 32, 96, (
         Bound(RATE, BEST, LLAMAS, 2.2), Bound(RATE, BEST, ("OpenVINO",), 2.0), Bound(RATE, BF16, VLLM_BF16, 1.8))),
-    Load("mixed", 32, 64, (
+    Load("mixed", 32, 96, (
         Bound(RATE, BEST, ("OpenVINO",), 1.7), Bound(RATE, BEST, LLAMAS, 2.0), Bound(RATE, BF16, VLLM_BF16, 1.25),
         Bound(TTFT_P95, BEST, ("OpenVINO",), 1.0), Bound(TTFT_P95, BEST, LLAMAS, 1.0),
         Bound(TTFT_P95, BF16, VLLM_BF16, 1.0))),
