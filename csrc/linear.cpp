@@ -23,7 +23,7 @@ static_assert(kFloatRows <= linear_max_tile_rows && kIntRows <= linear_max_tile_
 constexpr int kRowsAtOnce = 4;          // integer dot products in flight: enough to hide their latency
 constexpr int64_t kAhead = 4096;        // bytes of weights asked for ahead of use
 // With more rows than these a tile of several strips asks at its end for the start of each strip of the next tile, not for
-// that of its own neighbours: 3% of a bf16 step of 8 or 16 rows. A single row was 5% slower with it.
+// that of its own neighbours: 3 to 5% of a bf16 step of 16 rows. A single row was 5% slower with it.
 constexpr int64_t kRowsThatRead = 4;
 
 struct Tile {
