@@ -19,7 +19,7 @@ SECRET = "what nobody else shall read"
 def test_a_json_log_is_json_to_the_last_line_and_keeps_secrets(serve: Serve, tiny_model: str, transport: str) -> None:
     server = serve("--log-format", "json", "--transport", transport, "--num-kv-blocks", "8", model=tiny_model,
                    environment={"PACELINE_API_KEY": "the-key-itself"})
-    body = {"prompt": SECRET, "max_tokens": 3}
+    body = {"prompt": SECRET, "max_tokens": 3, "ignore_eos": True}    # sampled: it may end early else
     headers = {"authorization": "Bearer the-key-itself", "x-request-id": "mine"}
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 401
     assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
