@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -81,8 +82,8 @@ def test_a_peer_is_held_while_others_are_measured_and_stops_all_the_same(tmp_pat
                 call = Call(clock=lambda: 0.0)
                 await target.send(target.prepare(SHORT), call)
                 assert call.status == "ok", call.error
-            while state_of(server._process.pid) != "T":    # the system takes its time to stop the last thread
-                await asyncio.sleep(0)
+            os.waitid(os.P_PID, server._process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert state_of(server._process.pid) == "T"
         return server._process.pid
 
     process_id = with_running(peer("well", stop_seconds=10.0), tmp_path, look)
