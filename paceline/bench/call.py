@@ -39,11 +39,6 @@ class Call:
         self.chunk_counts.append(count)
         self.counted_by = counted_by or self.counted_by
 
-    def told(self) -> tuple[Any, ...]:
-        """What a chunk may tell besides its text."""
-        return (self.status, self.error, self.ended_at, self.counted_by, self.prompt_tokens, self.output_tokens,
-                self.cached_tokens, self.finish_reason)
-
     def usage(self, usage: Mapping[str, Any]) -> None:
         """As OpenAI's servers tell it; a chunk may bring what has come so far."""
         details = usage.get("prompt_tokens_details") or {}

@@ -102,7 +102,7 @@ def load_figure(comparison: Comparison, name: str, title: str, quantities: Seque
     return Figure(name, title, f"{said}.{band}", tuple(panels))
 
 
-def limits_words(comparison: Comparison) -> str:
+def _limits_words(comparison: Comparison) -> str:
     """Those asked for, by class where there are classes."""
     slos = next((cell.facts.slos for cell in comparison.cells if cell.facts.slos), {})
     return "; ".join(f"{name}: {slo.text()}" if name else slo.text() for name, slo in slos.items())
@@ -112,7 +112,7 @@ def _definition(comparison: Comparison, section: str) -> str:
     if section == "throughput":
         return f"Requests that ended well, and their output tokens, over the window {OURS.window}"
     if section == "goodput":
-        return f"Requests a second that kept every limit: {limits_words(comparison)}"
+        return f"Requests a second that kept every limit: {_limits_words(comparison)}"
     return f"{section.removesuffix('_seconds').upper()}: {OURS.measures[section].formula}"
 
 

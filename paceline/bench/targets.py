@@ -23,12 +23,11 @@ import orjson
 from ..errors import ConfigError, EngineError
 from .call import Call
 from .dialects import COUNTS_IN_CHUNKS, DIALECTS, Dialect, form_of
-from .event_stream import EventReader, Shape
+from .event_stream import EventReader
 from .records import Asked
 
 REFUSALS = (429, 503)
 DONE = b"[DONE]"
-UNTIMED = aiohttp.ClientTimeout(total=None)    # its own way costs something with every piece of an answer
 CLOSING_SECONDS = 1.0           # for a connection to end after its answer has
 LOOK_SECONDS = 30.0             # for questions beside the load: models, metrics, the tiny requests
 COUNTERS = {"prefix_cache_hits": re.compile(r"^vllm:prefix_cache_hits_total(?:\{[^}]*\})? (\S+)", re.M),
@@ -132,7 +131,7 @@ class HttpTarget:
         if self._options.api_key is not None:
             headers["authorization"] = f"Bearer {self._options.api_key}"
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=LOOK_SECONDS))
+            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=self._options.timeout_seconds))
         try:
             await self._meet()
         except BaseException:
@@ -152,8 +151,7 @@ class HttpTarget:
     async def send(self, prepared: bytes, call: Call) -> None:
         call.sent_at = call.clock()
         try:
-            async with (asyncio.timeout(self._options.timeout_seconds),
-                        self._session.post(self.url, data=prepared, timeout=UNTIMED) as response):
+            async with self._session.post(self.url, data=prepared) as response:
                 call.http_status = response.status
                 await self._read(response, call)
         except aiohttp.ClientConnectorError as error:
@@ -175,14 +173,11 @@ class HttpTarget:
         if response.content_type != "text/event-stream":
             return call.fail("http_error", f"no event stream but {response.content_type}: "
                                            f"{_said((await response.text())[:500])}")
-        reader, shape = EventReader(), Shape()
+        reader = EventReader()
         async for piece in response.content.iter_any():
             at = call.clock()
             for event in reader.feed(piece):
-                if shape.fits(event):
-                    call.chunk(at, None)
-                elif self._note(event, call, at):
-                    shape.learn(event)
+                self._note(event, call, at)
             if call.ended_at is not None:
                 break
         for event in reader.finish():
@@ -191,19 +186,16 @@ class HttpTarget:
             async with asyncio.timeout(CLOSING_SECONDS):
                 await response.content.read()
 
-    def _note(self, event: bytes, call: Call, at: float) -> bool:
-        """Whether it brought text and nothing else worth noting."""
+    def _note(self, event: bytes, call: Call, at: float) -> None:
         if event == DONE:
             if call.ended_at is None:
                 call.end(at)
-            return False
-        num_chunks, before = len(call.chunk_times), call.told()
+            return
         try:
             told = orjson.loads(event)
             self._dialect.read(told, call, at)
         except (orjson.JSONDecodeError, AttributeError, TypeError) as error:
             call.fail("http_error", f"an event that cannot be read: {error}: {event[:100].decode(errors='replace')}")
-        return len(call.chunk_times) == num_chunks + 1 and call.chunk_counts[-1] is None and call.told() == before
 
     async def counters(self) -> dict[str, int]:
         try:
@@ -251,7 +243,8 @@ class HttpTarget:
 
     async def _get(self, url: str) -> tuple[int, str]:
         try:
-            async with self._session.get(url) as response:
+            timeout = aiohttp.ClientTimeout(total=LOOK_SECONDS)
+            async with self._session.get(url, timeout=timeout) as response:
                 return response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineError(f"{self._root}: cannot be reached: {_why(error)}") from error

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paceline.bench import targets
 from paceline.bench.arrivals import Arrivals
 from paceline.bench.call import Call
-from paceline.bench.event_stream import EventReader, Shape
+from paceline.bench.event_stream import EventReader
 from paceline.bench.load_generator import CellPlan, CellResult, run_cell
 from paceline.bench.metrics import summarise
 from paceline.bench.records import Asked, RequestRecord
@@ -340,51 +340,6 @@ def test_a_stream_without_its_last_empty_line_still_gives_its_last_event() -> No
     reader = EventReader()
     assert reader.feed(b"data: 1\ndata:2\n\ndata: 3") == [b"1\n2"]
     assert reader.finish() == [b"3"]
-
-
-EVENTS = st.builds(
-    lambda text, reason, usage, extra, is_chat: orjson.dumps(
-        {"id": "a", "choices": [{"index": 0, **({"delta": {"content": text}} if is_chat else {"text": text}),
-                                 "finish_reason": reason, **extra}], "usage": usage}),
-    st.one_of(st.text(max_size=8), st.sampled_from(['"', "\\", '\\"', '","text":"', '"text":"x', "{}", "\n"])),
-    st.sampled_from([None, None, None, "length"]), st.sampled_from([None, None, {"completion_tokens": 3}]),
-    st.sampled_from([{}, {}, {"text": "twice"}, {"token_ids": [1]}, {"logprobs": None}]), st.booleans())
-
-
-@given(st.lists(EVENTS, min_size=2, max_size=12))
-def test_an_event_of_a_known_shape_differs_from_it_in_its_text_alone(events: list[bytes]) -> None:
-    shape, learned = Shape(), events[0]
-    shape.learn(learned)
-    for event in events[1:]:
-        if shape.fits(event):
-            assert without_text(event) == without_text(learned) and text_of(event)
-        else:
-            shape.learn(learned := event)
-
-
-def text_of(event: bytes) -> str:
-    (choice,) = orjson.loads(event)["choices"]
-    return choice["delta"]["content"] if "delta" in choice else choice["text"]
-
-
-def without_text(event: bytes) -> Any:
-    told = orjson.loads(event)
-    (choice,) = told["choices"]
-    choice.get("delta", choice).update({"content" if "delta" in choice else "text": None})
-    return told
-
-
-def test_a_shape_knows_the_common_chunk_and_not_what_is_broken() -> None:
-    shape = Shape()
-    assert not shape.fits(b'{"text":"a"}')
-    shape.learn(b'{"text":"a","finish_reason":null}')
-    assert shape.fits(b'{"text":"b \\"c\\" ","finish_reason":null}')
-    for other in (b'{"text":"","finish_reason":null}', b'{"text":"a","finish_reason":"stop"}', b'{"text":"a',
-                  b'{"text":"\xff","finish_reason":null}', b'{"text":"a\nb","finish_reason":null}',
-                  b'{"text":"a","ids":[1],"x":"b","finish_reason":null}', b'{"text":"a\\","finish_reason":null}'):
-        assert not shape.fits(other), other
-    shape.learn(b'{"token":{"id":3}}')
-    assert not shape.fits(b'{"token":{"id":3}}')
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 7, 100])
