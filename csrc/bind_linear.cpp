@@ -94,11 +94,11 @@ struct PreparedRows {
       q.resize(values);
       scale.resize(groups);
       scaled_sum.resize(groups);
-      sum.resize(groups);
+      start.resize(groups);
       in.q = q.data();
       in.scale = scale.data();
       in.scaled_sum = scaled_sum.data();
-      in.sum = sum.data();
+      in.start = start.data();
     }
     table.prepare(form, x, in, num_inputs, 0, rows);
   }
@@ -107,7 +107,7 @@ struct PreparedRows {
   std::vector<uint16_t> bf16;
   std::vector<int8_t> q;
   std::vector<float> scale, scaled_sum;
-  std::vector<int32_t> sum;
+  std::vector<int32_t> start;
 };
 
 void linear_rows(const KernelTable& table, const Weight& w, const float* x, const float* bias, float* out, int64_t rows,
@@ -315,6 +315,7 @@ nb::tuple quantize(const std::string& path, nb::object x_given) {
     nb::gil_scoped_release unlocked;
     table.prepare(Form::int8, x.data(), to, static_cast<int64_t>(x.shape(1)), 0, static_cast<int64_t>(x.shape(0)));
   }
+  for (size_t i = 0; i < sum.size(); ++i) sum.data()[i] /= -128;    // exact: it was multiplied by that
   return nb::make_tuple(q, scale, sum);
 }
 

@@ -51,7 +51,7 @@ void embed_int4(const uint8_t* strip, int lane, int64_t num_inputs, float* out) 
 }
 
 // Scales a group of 32 so that its largest magnitude becomes 127.
-void quantize_group(const float* x, int8_t* q, float* scale, float* scaled_sum, int32_t* sum) {
+void quantize_group(const float* x, int8_t* q, float* scale, float* scaled_sum, int32_t* start) {
   const f32x16 a = load(x), b = load(x + 16);
   // Magnitudes compare as integers: a NaN or an infinity wins, makes the scale non-finite and so reaches the output.
   const i32x16 magnitude = set1_i32(0x7fffffff);
@@ -64,7 +64,7 @@ void quantize_group(const float* x, int8_t* q, float* scale, float* scaled_sum, 
   if (s == 0.0f) {
     memset(q, 0, kGroup);
     *scaled_sum = 0.0f;
-    *sum = 0;
+    *start = 0;
     return;
   }
   // The limit matters only where s is subnormal and its own rounding would push a quotient past 127.
@@ -74,7 +74,7 @@ void quantize_group(const float* x, int8_t* q, float* scale, float* scaled_sum, 
   store_low_i8(q, qa);
   store_low_i8(q + 16, qb);
   const int32_t total = reduce_add_i32(add_i32(qa, qb));
-  *sum = total;
+  *start = -128 * total;
   *scaled_sum = s * static_cast<float>(total);
 }
 
@@ -315,7 +315,7 @@ void prepare(Form form, const float* x, const Activations& out, int64_t num_inpu
   }
   for (int64_t group = first * (num_inputs / kGroup); group < last * (num_inputs / kGroup); ++group) {
     quantize_group(x + group * kGroup, out.q + group * kGroup, out.scale + group, out.scaled_sum + group,
-                   out.sum + group);
+                   out.start + group);
   }
 }
 

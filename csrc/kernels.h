@@ -38,14 +38,15 @@ constexpr int64_t int4_block_bytes = 16 * 16 + 2 * 16 + 2 * 16;
 
 // A linear's input rows, prepared for a weight form. Only the members its form needs are set.
 //   f32: x.   bf16: bf16 (rounded to nearest even).
-//   int8, int4: q = round(x / scale) with scale = max|x| / 127 of the row's group of 32; scaled_sum = scale * sum(q).
+//   int8, int4: q = round(x / scale) with scale = max|x| / 127 of the row's group of 32; scaled_sum = scale * sum(q);
+//   start = -128 * sum(q), from where the dot product with an int8 weight's stored w + 128 starts.
 struct Activations {
   const float* x;               // [rows][num_inputs]
   uint16_t* bf16;               // [rows][num_inputs]
   int8_t* q;                    // [rows][num_inputs]
   float* scale;                 // [rows][num_inputs / 32]
   float* scaled_sum;            // [rows][num_inputs / 32]
-  int32_t* sum;                 // [rows][num_inputs / 32]
+  int32_t* start;               // [rows][num_inputs / 32]
 };
 
 // Where keys and values live. A block is one contiguous piece over all layers:

@@ -21,10 +21,10 @@ constexpr int kFloatRows = 2, kPairRows = 2, kFloatStrips = 1, kIntRows = 4;
 static_assert(kFloatRows <= linear_max_tile_rows && kIntRows <= linear_max_tile_rows, "units.h states the largest tile");
 
 constexpr int kRowsAtOnce = 4;          // integer dot products in flight: enough to hide their latency
-constexpr int64_t kAhead = 4096;        // bytes of weights asked for ahead of use
-// With more rows than these a tile of several strips asks at its end for the start of each strip of the next tile, not for
-// that of its own neighbours: 3 to 5% of a bf16 step of 16 rows. A single row was 5% slower with it.
-constexpr int64_t kRowsThatRead = 4;
+// Bytes of weights asked for ahead of use. The second cache can wait for more lines at a time than the first, so they are
+// asked for into that; int4, whose lines last longest, does better with the first. Measured: docs/log.md.
+constexpr int64_t kFloatAhead = 2048, kInt8Ahead = 6144, kInt4Ahead = 4096;
+constexpr int kInt8Lines = 9, kInt4Lines = 5;    // that a block touches
 
 struct Tile {
   const uint8_t* weights;      // first strip of the tile
@@ -35,7 +35,7 @@ struct Tile {
   float* out;                  // row `row`, first output
   int64_t out_stride;
   int64_t num_outputs;         // that exist from the tile's first output on
-  int64_t tail_ahead;          // what kAhead is in the last kAhead bytes of a strip
+  int64_t next_tile;           // bytes from the end of this tile's first strip to the tile after it
 };
 
 // Called with a constant r or s only, in unrolled loops: accumulators must stay in registers.
@@ -60,13 +60,13 @@ void tile_f32(const Tile& t) {
   }
   const float* x = t.in->x + t.row * t.num_inputs;
   const uint8_t* w = t.weights;
-  const uint8_t* const tail = w + t.strip_bytes - kAhead;
+  const uint8_t* const tail = w + t.strip_bytes - kFloatAhead;
   for (int64_t k = 0; k < t.num_inputs; ++k, ++x, w += 4 * kStrip) {
-    const int64_t ahead = w < tail ? kAhead : t.tail_ahead;
+    const int64_t ahead = w < tail ? kFloatAhead : kFloatAhead + t.next_tile;
     f32x16 weight[S];
     PL_UNROLL for (int s = 0; s < S; ++s) {
       weight[s] = as_f32(load_i32(w + s * t.strip_bytes));
-      prefetch(w + s * t.strip_bytes + ahead);
+      prefetch_l2(w + s * t.strip_bytes + ahead);
     }
     PL_UNROLL for (int r = 0; r < R; ++r) {
       PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = fma_at(acc[r][s], weight[s], x + r * t.num_inputs);
@@ -85,13 +85,13 @@ void tile_bf16(const Tile& t) {
   }
   const uint16_t* x = t.in->bf16 + t.row * t.num_inputs;
   const uint8_t* w = t.weights;
-  const uint8_t* const tail = w + t.strip_bytes - kAhead;
+  const uint8_t* const tail = w + t.strip_bytes - kFloatAhead;
   for (int64_t k = 0; k < t.num_inputs; k += 2, x += 2, w += 4 * kStrip) {
-    const int64_t ahead = w < tail ? kAhead : t.tail_ahead;
+    const int64_t ahead = w < tail ? kFloatAhead : kFloatAhead + t.next_tile;
     i32x16 weight[S];
     PL_UNROLL for (int s = 0; s < S; ++s) {
       weight[s] = load_i32(w + s * t.strip_bytes);
-      prefetch(w + s * t.strip_bytes + ahead);
+      prefetch_l2(w + s * t.strip_bytes + ahead);
     }
     PL_UNROLL for (int r = 0; r < R; ++r) {
       PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = dot_pairs_at(acc[r][s], weight[s], x + r * t.num_inputs);
@@ -117,11 +117,11 @@ struct GroupCursor {
 struct IntTile {
   explicit IntTile(const Tile& t)
       : num_inputs(t.num_inputs), num_groups(t.num_inputs / kGroup), scale(t.in->scale), scaled_sum(t.in->scaled_sum),
-        sum(t.in->sum), first{t.in->q + t.row * t.num_inputs, t.row * num_groups} {}
+        start(t.in->start), first{t.in->q + t.row * t.num_inputs, t.row * num_groups} {}
 
   int64_t num_inputs, num_groups;
   const float *scale, *scaled_sum;
-  const int32_t* sum;
+  const int32_t* start;
   GroupCursor first;           // row 0 of the current group
 };
 
@@ -134,7 +134,7 @@ PL_INLINE void add_int8_group(f32x16* acc, const quad8* weight, f32x16 d, const 
   PL_UNROLL for (int r = 0; r < N; ++r, at.next_row(t.num_inputs, t.num_groups)) {
     q[r] = at.q;
     index[r] = at.index;
-    dot[r] = start_dot(t.sum + at.index);
+    dot[r] = start_dot(t.start + at.index);
   }
   PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
     PL_UNROLL for (int r = 0; r < N; ++r) dot[r] = add_quad(dot[r], weight[quad], q[r] + 4 * quad);
@@ -168,14 +168,11 @@ void tile_int8(const Tile& tile) {
   IntTile t(tile);
   f32x16 acc[R];
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
-  const uint8_t *const end = tile.weights + tile.strip_bytes, *const tail = end - kAhead;
+  const uint8_t* const end = tile.weights + tile.strip_bytes;
   for (const uint8_t* w = tile.weights; w != end; w += int8_block_bytes, t.first.q += kGroup, ++t.first.index) {
-    const int64_t ahead = w < tail ? kAhead : tile.tail_ahead;
     quad8 weight[8];
-    PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
-      weight[quad] = load_quad8(w + quad * 4 * kStrip);
-      prefetch(w + quad * 4 * kStrip + ahead);
-    }
+    PL_UNROLL for (int quad = 0; quad < 8; ++quad) weight[quad] = load_quad8(w + quad * 4 * kStrip);
+    PL_UNROLL for (int line = 0; line < kInt8Lines; ++line) prefetch_l2(w + line * 64 + kInt8Ahead);
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
     GroupCursor at = t.first;
     PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, t, at);
@@ -191,16 +188,15 @@ void tile_int4(const Tile& tile) {
   IntTile t(tile);
   f32x16 acc[R];
   PL_UNROLL for (int r = 0; r < R; ++r) acc[r] = zero();
-  const uint8_t *const end = tile.weights + tile.strip_bytes, *const tail = end - kAhead;
+  const uint8_t* const end = tile.weights + tile.strip_bytes;
   for (const uint8_t* w = tile.weights; w != end; w += int4_block_bytes, t.first.q += kGroup, ++t.first.index) {
-    const int64_t ahead = w < tail ? kAhead : tile.tail_ahead;
     i32x16 weight[8];
     PL_UNROLL for (int j = 0; j < 4; ++j) {
       const i32x16 two = load_i32(w + j * 4 * kStrip);
       weight[2 * j] = and_i32(two, nibble);
       weight[2 * j + 1] = and_i32(shift_right<4>(two), nibble);
     }
-    PL_UNROLL for (int line = 0; line < 5; ++line) prefetch(w + line * 64 + ahead);
+    PL_UNROLL for (int line = 0; line < kInt4Lines; ++line) prefetch(w + line * 64 + kInt4Ahead);
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 16 * kStrip));
     const f32x16 m = load_f16(reinterpret_cast<const uint16_t*>(w + 18 * kStrip));
     GroupCursor at = t.first;
@@ -273,8 +269,7 @@ void linear(const Weight& w, const Activations& a, const float* bias, float* out
     t.bias = bias == nullptr ? nullptr : bias + strip * kStrip;
     t.out_stride = out_stride;
     t.num_outputs = w.num_outputs - strip * kStrip;
-    const bool goes_on = strip + strips < last_strip && last_row - first_row > kRowsThatRead;
-    t.tail_ahead = kAhead + (goes_on ? (strips - 1) * kernels.strip_bytes : 0);
+    t.next_tile = (strips - 1) * kernels.strip_bytes;
     for (int64_t row = first_row; row < last_row;) {
       const int64_t rows = smaller(kernels.max_rows, last_row - row);
       t.row = row;

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include <unistd.h>
@@ -24,11 +25,13 @@ constexpr uint64_t kOpBits = 16;
 constexpr uint64_t kTileMask = (1ull << kTileBits) - 1;
 constexpr uint64_t kClosed = (1ull << kOpBits) - 1;
 constexpr auto kIdleSpin = std::chrono::microseconds(50);
+constexpr int kMaxShares = 16;             // of more threads some go together, or looking for tiles left would take long
 constexpr int kSpinsBeforeYield = 4000;    // some 50 us: the core may be needed by whoever holds the last tile
 
 uint64_t pack(uint64_t round, uint64_t op, uint64_t tile) {
   return round << (kTileBits + kOpBits) | op << kTileBits | tile;
 }
+uint64_t without_tile(uint64_t state) { return state & ~kTileMask; }
 uint64_t round_of(uint64_t state) { return state >> (kTileBits + kOpBits); }
 uint64_t op_of(uint64_t state) { return state >> kTileBits & kClosed; }
 int tile_of(uint64_t state) { return static_cast<int>(state & kTileMask); }
@@ -81,7 +84,9 @@ FloatState::~FloatState() {}
 
 int64_t process_id() { return getpid(); }
 
-Pool::Pool(int num_threads, Work& work) : state_(pack(0, kClosed, 0)), work_(work), process_(process_id()) {
+Pool::Pool(int num_threads, Work& work)
+    : state_(pack(0, kClosed, 0)), num_shares_(std::min(num_threads, kMaxShares)),
+      shares_(std::make_unique<Share[]>(static_cast<size_t>(num_shares_))), work_(work), process_(process_id()) {
   workers_.reserve(static_cast<size_t>(num_threads));
   try {
     for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { worker(thread); });
@@ -113,19 +118,25 @@ void Pool::wake() {
 
 void Pool::run() {
   const FloatState plain;
-  const uint64_t round = round_of(state_.load(std::memory_order_relaxed)) + 1;
-  done_.store(0, std::memory_order_relaxed);
-  const uint64_t state = open_next(-1, round);
-  if (!workers_.empty()) wake();
-  walk(0, state, is_open(state));
+  const uint64_t state = open_next(-1, round_of(state_.load(std::memory_order_relaxed)) + 1, 0);
+  if (is_open(state) && !workers_.empty()) wake();
+  walk(0, state);
 }
 
-// Opens the next operation that has tiles, its first one claimed by this thread. Closes the run if there is none.
-uint64_t Pool::open_next(int after, uint64_t round) {
+// Opens the next operation that has tiles, or closes the run if there is none. An operation of a single tile is not worth
+// telling others of: it is run on the way.
+uint64_t Pool::open_next(int after, uint64_t round, int thread) {
   const int num_ops = work_.num_ops();
-  int op = after + 1;
-  while (op < num_ops && work_.total(op) == 0) ++op;
-  const uint64_t state = op < num_ops ? pack(round, static_cast<uint64_t>(op), 1) : pack(round, kClosed, 0);
+  int op = after;
+  while (++op < num_ops) {
+    const int total = work_.total(op);
+    if (total == 0) continue;
+    work_.entered(op);
+    if (total > 1) break;
+    work_.run(op, 0, thread);
+  }
+  if (op >= num_ops) work_.entered(-1);
+  const uint64_t state = pack(round, op < num_ops ? static_cast<uint64_t>(op) : kClosed, 0);
   state_.store(state);
   return state;
 }
@@ -135,7 +146,7 @@ void Pool::worker(int thread) {
   for (;;) {
     wait_for_work();
     if (stop_.load()) return;
-    walk(thread, state_.load(std::memory_order_acquire), false);
+    walk(thread, state_.load(std::memory_order_acquire));
   }
 }
 
@@ -153,42 +164,56 @@ void Pool::wait_for_work() {
   }
 }
 
-// A claim is a compare-and-swap of the whole word, so it succeeds only if the operation this thread looked at is still the
-// open one; while it holds a tile the operation cannot be completed, hence nothing it reads can change under it.
-void Pool::walk(int thread, uint64_t state, bool has_claim) {
-  int seen = -1;
+void Pool::walk(int thread, uint64_t state) {
   while (is_open(state)) {
-    const uint64_t open = state >> kTileBits;
+    const uint64_t open = without_tile(state);
     const int op = static_cast<int>(op_of(state));
-    const int total = work_.total(op);
-    if (thread == 0 && op != seen) work_.entered(seen = op);
-    int num_done = 0;
-    if (has_claim) {
-      work_.run(op, 0, thread);
-      num_done = 1;
-      state = state_.load(std::memory_order_acquire);
-    }
-    while (state >> kTileBits == open && tile_of(state) < total) {
-      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-      work_.run(op, tile_of(state), thread);
+    const int num_done = run_tiles(open, thread);
+    // While a tile that was run here is not counted, the operation cannot be complete: the word is still of this one.
+    const bool is_last = num_done > 0 && tile_of(state_.fetch_add(static_cast<uint64_t>(num_done), std::memory_order_acq_rel)) +
+                                             num_done == work_.total(op);
+    state = is_last ? open_next(op, round_of(open), thread) : wait_for_change(open);
+  }
+}
+
+// The thread's own share, then what others have left of theirs. Returns the number of tiles run.
+int Pool::run_tiles(uint64_t open, int thread) {
+  const int op = static_cast<int>(op_of(open));
+  const int total = work_.total(op);
+  int num_done = 0;
+  for (int i = 0; i < num_shares_; ++i) {
+    const int share = (thread + i) % num_shares_;
+    for (int tile = claim(open, total, share); tile >= 0; tile = claim(open, total, share)) {
+      work_.run(op, tile, thread);
       ++num_done;
-      state = state_.load(std::memory_order_acquire);
-    }
-    has_claim = num_done > 0 && done_.fetch_add(num_done, std::memory_order_acq_rel) + num_done == total;
-    if (has_claim) {
-      done_.store(0, std::memory_order_relaxed);
-      state = open_next(op, round_of(state));
-    } else {
-      state = wait_for_change(open);
     }
   }
-  if (thread == 0) work_.entered(-1);
+  return num_done;
+}
+
+// The next tile of a share, or -1. Nobody resets the words: the first claim of an operation replaces an earlier one's word.
+// A thread that was put aside before its claim may find that the operation is over. All its tiles have been claimed then,
+// so what it took, by a total that may be the next run's, was none of them; and a word that is ahead of it tells as much.
+int Pool::claim(uint64_t open, int total, int share) {
+  const auto start_of = [&](int64_t s) { return static_cast<int>((total * s + num_shares_ - 1) / num_shares_); };
+  const int end = start_of(share + 1);
+  std::atomic<uint64_t>& next = shares_[static_cast<size_t>(share)].next;
+  uint64_t word = next.load(std::memory_order_acquire);
+  for (;;) {
+    const int64_t ahead = static_cast<int64_t>(without_tile(word) - open);
+    const int tile = ahead == 0 ? tile_of(word) : start_of(share);
+    if (ahead > 0 || tile >= end) return -1;
+    const uint64_t claimed = open + static_cast<uint64_t>(tile) + 1;
+    if (next.compare_exchange_weak(word, claimed, std::memory_order_acq_rel, std::memory_order_acquire)) {
+      return without_tile(state_.load(std::memory_order_acquire)) == open ? tile : -1;
+    }
+  }
 }
 
 uint64_t Pool::wait_for_change(uint64_t open) {
   for (int spins = 1;; ++spins) {
     const uint64_t state = state_.load(std::memory_order_acquire);
-    if (state >> kTileBits != open) return state;
+    if (without_tile(state) != open) return state;
     if (spins % kSpinsBeforeYield == 0) std::this_thread::yield(); else pause();
   }
 }

@@ -1,12 +1,14 @@
 // Threads that walk a list of operations together. Knows tiles, not what they compute.
 //
-// No thread waits for another to arrive: each claims tiles of the current operation from one shared word, and whoever
-// completes an operation's last tile opens the next one. A thread the system has put aside holds up nobody unless it
-// holds a tile, and one that comes late joins at the operation then open.
+// An operation's tiles are dealt out beforehand, neighbours to one thread, so that each claims its own from a word that
+// nobody else looks at and finds the next tile's memory where it expects it. A thread with none left takes what it finds
+// in the shares of others: one that the system has put aside holds up nobody unless it holds a tile, and one that comes
+// late joins at the operation then open. Whoever completes an operation's last tile opens the next one.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -19,7 +21,8 @@ class Work {
   virtual int num_ops() const = 0;
   virtual int total(int op) const = 0;
   virtual void run(int op, int tile, int thread) = 0;
-  virtual void entered(int op) = 0;    // told to the calling thread only, once for each operation it sees open
+  // Told once for each operation that has tiles, in order, as it begins, and of -1 at the end; by any thread.
+  virtual void entered(int op) = 0;
 
  protected:
   ~Work() = default;
@@ -45,17 +48,25 @@ class Pool {
   void run();
 
  private:
+  // The next tile of one thread's share, as (round, operation, tile); a word of an earlier operation stands for the first.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> next{0};
+  };
+
   void worker(int thread);
   void wait_for_work();
-  void walk(int thread, uint64_t state, bool has_claim);
-  uint64_t open_next(int after, uint64_t round);
+  void walk(int thread, uint64_t state);
+  int run_tiles(uint64_t open, int thread);
+  int claim(uint64_t open, int total, int share);
+  uint64_t open_next(int after, uint64_t round, int thread);
   void end_workers();
   uint64_t wait_for_change(uint64_t open);
 
-  // The word all claims go through: round (24 bits), operation (16), next tile (24). The round tells a thread that slept
+  // What all threads watch: round (24 bits), operation (16), its complete tiles (24). The round tells a thread that slept
   // through a whole run that its view is old; an operation of kClosed means that no run is in progress.
   alignas(64) std::atomic<uint64_t> state_;
-  alignas(64) std::atomic<int> done_{0};         // tiles of the open operation that are complete
+  const int num_shares_;
+  const std::unique_ptr<Share[]> shares_;
   alignas(64) Work& work_;
   std::atomic<uint32_t> ticket_{0};              // what sleeping workers wait on
   std::atomic<int> num_sleeping_{0};

@@ -17,6 +17,7 @@ namespace {
 constexpr int64_t kFewRows = 48;              // up to here a linear's rows stay together and its strips are shared out
 constexpr int64_t kWeightTileBytes = 96 << 10;
 constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
+constexpr int64_t kRowStep = 16;              // rows that kernels take at a time, or a multiple of them
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
 constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close
 
@@ -310,7 +311,7 @@ void Runner::grow(int64_t num_tokens, int64_t num_wanted) {
     at = align(at + rows * groups * 4);
     to.scaled_sum = reinterpret_cast<float*>(at);
     at = align(at + rows * groups * 4);
-    to.sum = reinterpret_cast<int32_t*>(at);
+    to.start = reinterpret_cast<int32_t*>(at);
   }
   capacity_tokens_ = tokens;
   capacity_wanted_ = wanted;
@@ -335,7 +336,7 @@ void Runner::plan() {
       case Op::linear:
         if (num_rows == 0) break;
         tiling = tile_linear(*op.steps[0].weight, num_rows, threads * kTilesPerThread);
-        total = tiling.num_row_tiles * ceil_div(op.steps[0].weight->num_strips, tiling.strips_per_tile);
+        total = tiling.total;
         break;
       case Op::attend: total = static_cast<int64_t>(attention_of(op).job_groups.size()) - 1; break;
       case Op::merge: total = static_cast<int64_t>(attention_of(op).merges.size()); break;
@@ -352,17 +353,20 @@ void Runner::plan() {
 Runner::Tiling Runner::tile_linear(const Weight& weight, int64_t num_rows, int64_t num_tiles) const {
   const int64_t strips = weight.num_strips;
   const int64_t bytes = strip_bytes(weight);
-  Tiling tiling;
+  Tiling tiling{};
+  int64_t num_parts = 1;
   if (num_rows <= kFewRows) {
-    tiling.rows_per_tile = num_rows;
+    tiling.rows_per_tile = tiling.rows_per_part = num_rows;
     tiling.strips_per_tile = std::max(ceil_div(strips, num_tiles), ceil_div(kMinTileBytes, bytes));
   } else {
+    num_parts = std::clamp<int64_t>(num_rows / kRowTile, 1, pool_->num_threads());
     tiling.rows_per_tile = kRowTile;
+    tiling.rows_per_part = ceil_div(num_rows, num_parts * kRowStep) * kRowStep;
     tiling.strips_per_tile = std::max<int64_t>(kWeightTileBytes / bytes, 1);
   }
   tiling.strips_per_tile = ceil_div(tiling.strips_per_tile, kStripStep) * kStripStep;
   if (pool_->num_threads() == 1 && num_rows <= kFewRows) tiling.strips_per_tile = strips;
-  tiling.num_row_tiles = ceil_div(num_rows, tiling.rows_per_tile);
+  tiling.total = num_parts * ceil_div(strips, tiling.strips_per_tile) * ceil_div(tiling.rows_per_part, tiling.rows_per_tile);
   return tiling;
 }
 
@@ -538,15 +542,18 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
 
 // One tile of rows [first, last) times the weight.
 void Runner::run_linear(const Step& step, const Weight& weight, const Tiling& tiling, int tile, int64_t first, int64_t last) {
-  // Tiles of the same strips follow each other, so that a thread finds them in its cache again.
-  const int64_t first_row = first + tile % tiling.num_row_tiles * tiling.rows_per_tile;
-  const int64_t first_strip = tile / tiling.num_row_tiles * tiling.strips_per_tile;
+  const int64_t row_tiles = ceil_div(tiling.rows_per_part, tiling.rows_per_tile);    // of a part
+  const int64_t part_tiles = row_tiles * ceil_div(weight.num_strips, tiling.strips_per_tile);
+  const int64_t first_strip = tile % part_tiles / row_tiles * tiling.strips_per_tile;
+  const int64_t part_row = first + tile / part_tiles * tiling.rows_per_part;
+  const int64_t first_row = part_row + tile % row_tiles * tiling.rows_per_tile;
+  const int64_t last_row = std::min({first_row + tiling.rows_per_tile, part_row + tiling.rows_per_part, last});
+  if (first_row >= last_row) return;    // the last part may have fewer rows
   Activations activations{};
   activations.x = buffer(step.in);
   if (step.prepared >= 0) activations = prepared_[static_cast<size_t>(step.prepared)];
-  kernels_.linear(weight, activations, step.bias, buffer(step.out) + step.out_column, width(step.out), first_row,
-                  std::min(first_row + tiling.rows_per_tile, last), first_strip,
-                  std::min(first_strip + tiling.strips_per_tile, weight.num_strips));
+  kernels_.linear(weight, activations, step.bias, buffer(step.out) + step.out_column, width(step.out), first_row, last_row,
+                  first_strip, std::min(first_strip + tiling.strips_per_tile, weight.num_strips));
 }
 
 void Runner::run_sample(const Step& step, int64_t row, int thread) {

@@ -90,9 +90,11 @@ class Runner final : public Work {
   void entered(int op) override;
 
  private:
-  // How this step's tiles cut an operation.
+  // How this step's tiles cut an operation: part by part of the rows, in a part strips outside and rows inside, so that
+  // tiles of the same strips follow each other and a thread finds those in its cache again. Parts are as large as the
+  // pool's shares: a thread goes on with rows it has written itself.
   struct Tiling {
-    int64_t rows_per_tile, strips_per_tile, num_row_tiles;
+    int64_t rows_per_tile, rows_per_part, strips_per_tile, total;
   };
   struct MergeJob {
     int32_t token, num_segments, partial_segments;

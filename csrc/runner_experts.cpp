@@ -74,7 +74,7 @@ void Runner::tile_expert_linear(int op) {
     if (num_rows == 0) continue;
     Tiling& tiling = tiles.tilings[expert];
     tiling = tile_linear(*experts[expert], num_rows, num_tiles);
-    total += tiling.num_row_tiles * ceil_div(experts[expert]->num_strips, tiling.strips_per_tile);
+    total += tiling.total;
   }
   tiles.first_tile[experts.size()] = static_cast<int>(total);
   totals_[static_cast<size_t>(op)].store(static_cast<int>(total), std::memory_order_relaxed);

@@ -111,12 +111,11 @@ PL_INLINE f32x16 fma_at(f32x16 acc, f32x16 w, const float* one) {
   return acc;
 }
 
-// A group's integer dot product of w + 128 with q, started at -128 * (sum of q).
+// A group's integer dot product of w + 128 with q, from its start on.
 typedef i32x16 group_dot;
 typedef i32x16 quad8;    // what a quad of int8 weights is kept as while rows pass by
 PL_INLINE quad8 load_quad8(const void* from) { return load_i32(from); }
-// Scaled in a general register: done in vectors, the four- and eight-row tiles take half as long again (measured).
-PL_INLINE group_dot start_dot(const int32_t* sum) { return set1_i32(-128 * *sum); }
+PL_INLINE group_dot start_dot(const int32_t* start) { return set1_i32(*start); }
 PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
   asm("vpdpbusd %2%{1to16%}, %1, %0"
       : "+v"(acc.v)

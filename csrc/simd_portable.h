@@ -127,7 +127,7 @@ PL_INLINE i32x16 load_pair(const uint16_t* two) { int32_t q; memcpy(&q, two, 4);
 struct group_dot { f32x16 sum; };
 typedef i32x16 quad8;    // what a quad of int8 weights is kept as while rows pass by
 PL_INLINE quad8 load_quad8(const void* from) { return load_i32(from); }
-PL_INLINE group_dot start_dot(const int32_t* sum) { return {set1(static_cast<float>(-128 * *sum))}; }
+PL_INLINE group_dot start_dot(const int32_t* start) { return {set1(static_cast<float>(*start))}; }
 PL_INLINE group_dot add_quad(group_dot acc, i32x16 w, const int8_t* four) {
   const i32x16 byte = set1_i32(0xff);
   acc.sum = fma(to_f32(and_i32(w, byte)), set1(static_cast<float>(four[0])), acc.sum);

@@ -77,8 +77,8 @@ void test_prepare(const KernelTable& table, Form form) {
   std::vector<uint16_t> bf16(x.size());
   std::vector<int8_t> q(x.size());
   std::vector<float> scale(num_groups), scaled_sum(num_groups);
-  std::vector<int32_t> sum(num_groups);
-  table.prepare(form, x.data(), {x.data(), bf16.data(), q.data(), scale.data(), scaled_sum.data(), sum.data()}, width, 0,
+  std::vector<int32_t> start(num_groups);
+  table.prepare(form, x.data(), {x.data(), bf16.data(), q.data(), scale.data(), scaled_sum.data(), start.data()}, width, 0,
                 kRows);
   Check check(std::string(table.name) + " prepare " + form_name(form));
   for (size_t i = 0; i < x.size(); ++i) {
@@ -93,7 +93,7 @@ void test_prepare(const KernelTable& table, Form form) {
   for (size_t g = 0; form != Form::bf16 && g < num_groups; ++g) {
     int32_t total = 0;
     for (size_t i = 0; i < kGroup; ++i) total += q[g * kGroup + i];
-    check.expect(sum[g] == total && scaled_sum[g] == scale[g] * static_cast<float>(total), "sum of group %d",
+    check.expect(start[g] == -128 * total && scaled_sum[g] == scale[g] * static_cast<float>(total), "sum of group %d",
                  static_cast<int>(g));
   }
 }

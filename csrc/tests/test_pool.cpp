@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "../pool.h"
 #include "check.h"
@@ -21,7 +22,7 @@ class CountingWork final : public Work {
 
   int num_ops() const override { return kOps; }
   int total(int op) const override { return totals_[op].load(std::memory_order_relaxed); }
-  void entered(int) override {}
+  void entered(int op) override { entered_.push_back(op); }    // one thread after the other: watched like plain_
   void run(int op, int tile, int) override {
     runs_[op][tile].fetch_add(1);
     for (int earlier = 0; earlier < op; ++earlier) {
@@ -35,12 +36,20 @@ class CountingWork final : public Work {
     for (int op = 0; op < kOps; ++op) {
       totals_[op] = static_cast<int>(random.below(8) == 0 ? 0 : random.below(kTiles));
       complete_[op] = 0;
+      entered_.clear();
       for (int tile = 0; tile < kTiles; ++tile) runs_[op][tile] = plain_[op][tile] = 0;
     }
   }
 
   void verify() {
     check_.expect(!is_disordered_, "an operation began before the one ahead of it was complete");
+    std::vector<int> expected;
+    for (int op = 0; op < kOps; ++op) {
+      if (totals_[op] > 0) expected.push_back(op);
+    }
+    expected.push_back(-1);
+    check_.expect(entered_ == expected, "told of %d operations instead of %d", static_cast<int>(entered_.size()),
+                  static_cast<int>(expected.size()));
     for (int op = 0; op < kOps; ++op) {
       for (int tile = 0; tile < kTiles; ++tile) {
         check_.expect(runs_[op][tile].load() == (tile < totals_[op] ? 1 : 0), "operation %d tile %d", op, tile);
@@ -54,6 +63,7 @@ class CountingWork final : public Work {
   std::atomic<int> runs_[kOps][kTiles] = {};
   std::atomic<int> complete_[kOps] = {};
   int plain_[kOps][kTiles] = {};
+  std::vector<int> entered_;
   std::atomic<bool> is_disordered_{false};
 };
 
