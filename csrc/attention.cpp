@@ -263,10 +263,7 @@ PL_INLINE void score(const uint32_t* query, int64_t stride, int steps, const Chu
     for (int i = 0; i < vecs; ++i) key[i] = load_i32(k[i] + step * 64);
     if (prefetches) {
 #pragma GCC unroll 8
-      for (int i = 0; i < vecs; ++i) {
-        prefetch_l2(chunk.next_k[first_sub + i] + step * 64);
-        prefetch_l2(chunk.next_v[first_sub + i] + step * 64);
-      }
+      for (int i = 0; i < vecs; ++i) prefetch_l2(chunk.next_k[first_sub + i] + step * 64);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
@@ -282,8 +279,9 @@ PL_INLINE void score(const uint32_t* query, int64_t stride, int steps, const Chu
   }
 }
 
-// o[r][16 * vecs dims] = o * alpha + p V over the chunk's tokens. `p` is [rows][kWordBytes].
-template <bool is_bf16, int rows, int vecs>
+// o[r][16 * vecs dims] = o * alpha + p V over the chunk's tokens. `p` is [rows][kWordBytes]. The next chunk's values are
+// asked for here and its keys in score(): all of them there are more than can be on their way at a time.
+template <bool is_bf16, int rows, int vecs, bool prefetches>
 PL_INLINE void weigh(const uint8_t* p, const float* alpha, const Chunk& chunk, int64_t first_byte, int64_t row_bytes,
                      float* o, int64_t o_stride) {
   f32x16 acc[rows][vecs];
@@ -301,6 +299,10 @@ PL_INLINE void weigh(const uint8_t* p, const float* alpha, const Chunk& chunk, i
       i32x16 value[vecs];
 #pragma GCC unroll 8
       for (int i = 0; i < vecs; ++i) value[i] = load_i32(v + i * 64);
+      if (prefetches) {
+#pragma GCC unroll 8
+        for (int i = 0; i < vecs; ++i) prefetch_l2(chunk.next_v[begin / per_piece] + first_byte + step * row_bytes + i * 64);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < rows; ++r) {
         const i32x16 word = broadcast(p + r * kWordBytes + (begin + step) * 4);
@@ -308,6 +310,10 @@ PL_INLINE void weigh(const uint8_t* p, const float* alpha, const Chunk& chunk, i
         for (int i = 0; i < vecs; ++i) acc[r][i] = accumulate<is_bf16>(acc[r][i], value[i], word);
       }
     }
+  }
+  for (int step = num_steps; prefetches && step < per_piece * kSubs; ++step) {
+    const uint8_t* next = chunk.next_v[step / per_piece] + step % per_piece * row_bytes + first_byte;
+    for (int i = 0; i < vecs; ++i) prefetch_l2(next + i * 64);
   }
   if (is_bf16 && chunk.num_tokens % 2 != 0) {    // the pair's second token does not exist: its slot may hold a NaN
     const uint8_t* v = chunk.v[num_steps / per_piece] + num_steps % per_piece * row_bytes + first_byte;
@@ -392,7 +398,6 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
       for (int r = 0; r < rows; ++r) store(scores + r * kChunk + sub * 16, zero());    // masked below
       for (int step = 0; prefetches && step < at.steps; ++step) {
         prefetch_l2(chunk.next_k[sub] + step * 64);
-        prefetch_l2(chunk.next_v[sub] + step * 64);
       }
     }
   }
@@ -401,9 +406,9 @@ __attribute__((noinline)) void attend_rows(const uint32_t* query, int64_t stride
   const int64_t row_bytes = static_cast<int64_t>(head_dim) * 4;
   int32_t d = 0;
   for (; d + 16 * kValueVecs <= head_dim; d += 16 * kValueVecs) {
-    weigh<is_bf16, rows, kValueVecs>(p, alpha, chunk, d * 4, row_bytes, state.o + d, head_dim);
+    weigh<is_bf16, rows, kValueVecs, prefetches>(p, alpha, chunk, d * 4, row_bytes, state.o + d, head_dim);
   }
-  for (; d < head_dim; d += 16) weigh<is_bf16, rows, 1>(p, alpha, chunk, d * 4, row_bytes, state.o + d, head_dim);
+  for (; d < head_dim; d += 16) weigh<is_bf16, rows, 1, prefetches>(p, alpha, chunk, d * 4, row_bytes, state.o + d, head_dim);
 }
 
 template <bool is_bf16, bool prefetches>

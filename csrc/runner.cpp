@@ -449,7 +449,8 @@ int64_t Runner::job_cost(const AttendJob& job) const {
   return (job.last - job.first) * (job.last_head - job.first_head) * (end - begin);
 }
 
-// Neighbouring jobs form a tile until they cost about `target`. Inside a tile a job knows which row comes next.
+// Neighbouring jobs form a tile until they cost about `target`. A job knows which row comes next, also in the next tile:
+// the pool gives neighbours to one thread.
 void Runner::group_jobs(AttentionPlan& plan, int64_t target) const {
   std::vector<AttendJob>& jobs = plan.jobs;
   plan.job_groups.assign(1, 0);
@@ -457,7 +458,7 @@ void Runner::group_jobs(AttentionPlan& plan, int64_t target) const {
   for (size_t i = 0; i < jobs.size(); ++i) {
     cost += job_cost(jobs[i]);
     const bool ends = i + 1 == jobs.size() || 2 * cost + job_cost(jobs[i + 1]) > 2 * target;
-    if (!ends && jobs[i + 1].row != jobs[i].row) jobs[i].next_row = jobs[i + 1].row;
+    if (i + 1 < jobs.size() && jobs[i + 1].row != jobs[i].row) jobs[i].next_row = jobs[i + 1].row;
     if (!ends) continue;
     plan.job_groups.push_back(static_cast<int32_t>(i + 1));
     cost = 0;
