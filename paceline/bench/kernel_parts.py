@@ -48,8 +48,17 @@ def is_of_experts(program: Program, node: Node) -> bool:
 
 
 def is_of_wanted(program: Program, node: Node) -> bool:
-    """Whether the node belongs to the tail of the program, which only the wanted positions pass."""
+    """Whether the node works on wanted positions only: the tail, or the last layer past its attention."""
     return node.output is None or rows_of(program, node.output) == "wanted"
+
+
+def is_of_tail(program: Program, node: Node) -> bool:
+    """Whether the node belongs to what follows the layers, or brings it the embedding's rows in their place."""
+    embedding = next((one.output for one in program.nodes if one.verb == "embed"), None)
+    if node.verb == "select_wanted":
+        return node.inputs[0] == embedding
+    layers_end = max((i for i, one in enumerate(program.nodes) if one.verb == "add"), default=-1)
+    return is_of_wanted(program, node) and any(node is one for one in program.nodes[layers_end + 1:])
 
 
 def rows_of(program: Program, buffer_id: int) -> str:

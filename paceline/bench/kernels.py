@@ -28,15 +28,13 @@ MIN_PREFILL_ROWS = 16
 MAX_KV_BYTES = 2 << 30            # as DEFINITION says; half of what is available where that is less
 FORMS = ("f32", "bf16", "int8", "int4")
 NUM_PEAK_RUNS = 5
-MOST_TRIES = 5
 DEFINITION = (
-    "ms: of all layers together, median of the passes, as the calling thread sees them pass (least: the shortest "
-    "pass). GB/s: weights, or keys and values, once, over that time; of the other operations, rows in and out, which "
-    "lie in a cache. GOP/s: multiplications and additions. share: the longer of the time to read those bytes at the "
+    "ms: of all layers together, median of the passes, from an operation's beginning to the next one's (least: the "
+    "shortest pass). GB/s: weights, or keys and values, once, over that time; of the other operations, rows in and out, "
+    "which lie in a cache. GOP/s: multiplications and additions. share: the longer of the time to read those bytes at the "
     "greatest bandwidth read between these passes and the time to multiply at the peak of the form, over ms; none "
-    "where neither is the limit. Dashes: other processes kept the calling thread from seeing it pass. Steps whose keys "
-    "and values take more than 2 GiB are left out. Linears without the rounding of their inputs (paceline info "
-    "--profile has it)")
+    "where neither is the limit. Steps whose keys and values take more than 2 GiB are left out. Linears without the "
+    "rounding of their inputs (paceline info --profile has it)")
 
 
 class Calibration(Protocol):
@@ -63,9 +61,9 @@ class Cell:
     operation: str
     rows: int
     keys: int | None
-    ms: float | None             # None: the calling thread never saw it pass, other processes had put it aside
-    ms_least: float | None
-    gb_per_second: float | None
+    ms: float
+    ms_least: float
+    gb_per_second: float
     gops: float | None
     share: float | None
     read_gb_per_second: float
@@ -103,12 +101,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds by the runner's names for operations, the bandwidth read just before, and how many operations the calling
-    thread saw pass."""
+    """Seconds by the runner's names for operations, and the bandwidth read just before."""
 
     seconds: dict[str, float]
     read_gb_per_second: float
-    num_seen: int = 1
 
 
 class KernelBench:
@@ -118,7 +114,7 @@ class KernelBench:
         self._model, self._machine, self._num_passes = model, machine, num_passes
 
     def linears(self, num_rows: int) -> Iterator[Cell]:
-        """One cell a shape and form, without the head."""
+        """One cell a shape and form, without those that work on wanted positions only."""
         program = self._model.program
         part = parts.part_of(program, lambda node: node.verb == "linear" and not parts.is_of_wanted(program, node))
         if part is not None:
@@ -129,7 +125,7 @@ class KernelBench:
     def tail(self, num_rows: int) -> Iterator[Cell]:
         """The head, and sampling from its logits; no step wants those of more rows than it decodes."""
         program = self._model.program
-        part = parts.part_of(program, lambda node: node.verb == "embed" or parts.is_of_wanted(program, node))
+        part = parts.part_of(program, lambda node: node.verb == "embed" or parts.is_of_tail(program, node))
         if part is None or num_rows > MAX_DECODE_ROWS:
             return
         shape = self._shape(num_rows)
@@ -203,14 +199,13 @@ class KernelBench:
             if any("layer" in node.attrs for node in part.nodes):    # memory never written would all be one zero page
                 runner.step(parts.copies_batch(num_blocks - 1, groups))
             runner.step(batch)
-            return whole_passes(lambda: self._pass(runner, batch), self._num_passes)
+            return [self._pass(runner, batch) for _ in range(self._num_passes)]
 
     def _pass(self, runner: TimedRunner, batch: ForwardBatch) -> Pass:
         read = self._machine.read()
         runner.profile(True)
         runner.step(batch)
-        report = runner.profile_report()
-        return Pass({name: seconds for name, _, seconds in report}, read, sum(calls for _, calls, _ in report))
+        return Pass({name: seconds for name, _, seconds in runner.profile_report()}, read)
 
     @contextmanager
     def _bound(self, part: Program, num_blocks: int) -> Iterator[TimedRunner]:
@@ -224,8 +219,6 @@ class KernelBench:
         """name: the operation whose seconds count; None: all of the part's."""
         times = [sum(one.seconds.values()) if name is None else one.seconds[name] for one in passes]
         seconds, read = statistics.median(times), max(one.read_gb_per_second for one in passes)
-        if min(times) <= 0:
-            return Cell(operation, num_rows, None, None, None, None, None, None, read)
         share = None
         if work.reads_memory:
             floor = work.num_bytes / (1e9 * read)
@@ -235,19 +228,6 @@ class KernelBench:
         gops = work.num_operations / seconds / 1e9 if work.num_operations else None
         return Cell(operation, num_rows, None, 1e3 * seconds, 1e3 * min(times), work.num_bytes / seconds / 1e9, gops,
                     share, read)
-
-
-def whole_passes(run: Callable[[], Pass], num_passes: int) -> list[Pass]:
-    """Passes of which the calling thread saw everything: what passes while the system has put it aside is timed with
-    the operation before. On a busy machine fewer than num_passes, from MOST_TRIES times as many."""
-    passes: list[Pass] = []
-    for _ in range(MOST_TRIES * num_passes):
-        passes.append(run())
-        most = max(one.num_seen for one in passes)
-        passes = [one for one in passes if one.num_seen == most]
-        if len(passes) == num_passes:
-            break
-    return passes
 
 
 def _is_row_verb(program: Program, verb: str, node: Node) -> bool:
@@ -271,9 +251,8 @@ def table(cells: list[Cell]) -> str:
         keys = f"{cell.keys:,}" if cell.keys is not None else ""
         gops = f"{cell.gops:.0f}" if cell.gops is not None else ""
         share = f"{100 * cell.share:.0f}%" if cell.share is not None else ""
-        times = "".join("  " + ("-" if ms is None else f"{ms:.3f}").rjust(8) for ms in (cell.ms, cell.ms_least))
-        rate = "" if cell.gb_per_second is None else f"{cell.gb_per_second:.1f}"
-        lines.append(f"{cell.operation:<{width}}  {cell.rows:>4}  {keys:>5}{times}  {rate:>6}  {gops:>6}  {share:>5}")
+        lines.append(f"{cell.operation:<{width}}  {cell.rows:>4}  {keys:>5}  {cell.ms:>8.3f}  {cell.ms_least:>8.3f}  "
+                     f"{cell.gb_per_second:>6.1f}  {gops:>6}  {share:>5}")
     return "\n".join(lines)
 
 

@@ -15,10 +15,9 @@ PREFILL_TOKENS = 512
 WARM_UP_STEPS = 3
 DECODE_STEPS, PREFILL_STEPS = 40, 5
 DEFINITION = (
-    "calls and ms of one step, as the calling thread sees operations pass: waiting for the other threads counts, and "
-    "what passed while the system had put it aside counts with the operation before. Nodes "
-    "that work row by row run as one operation, named after all of them; prepare rounds a linear's input to the form "
-    "of its weights. Arrays of the step, its copies and Python are not in it")
+    "calls and ms of one step, each operation from its beginning to the next one's, on all threads: waiting for each "
+    "other counts. Nodes that work row by row run as one operation, named after all of them; prepare rounds a linear's "
+    "input to the form of its weights. Arrays of the step, its copies and Python are not in it")
 
 
 def shapes(max_model_len: int) -> dict[str, tuple[StepShape, int]]:

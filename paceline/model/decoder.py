@@ -53,6 +53,9 @@ def record_decoder(spec: ModelSpec, weights: Weights, backend: Backend, dtype: s
     writer.embedding(embedding)
     for layer in range(spec.num_layers):
         writer.attention(layer)
+        if layer + 1 == spec.num_layers and not spec.has_experts(layer):    # routed rows are those of all tokens
+            writer.keep_wanted(writer.tokens.attended)
+        writer.attention_output(layer)
         writer.mlp(layer)
     writer.head(embedding if spec.has_tied_head else packer.matrix("head", spec.vocab_size, spec.hidden_size))
     return recorder.finish()
@@ -64,6 +67,8 @@ class DecoderWriter:
     def __init__(self, spec: ModelSpec, recorder: ProgramRecorder, packer: WeightPacker, max_model_len: int) -> None:
         self.spec, self.recorder, self.packer = spec, recorder, packer
         self.buffers = DecoderBuffers(spec, recorder)
+        self.tokens, self.wanted = StreamBuffers("tokens", spec, recorder), StreamBuffers("wanted", spec, recorder)
+        self.stream = self.tokens
         factors = packer.array("rope_factors", spec.rotated_dims // 2) if spec.has_rope_factors else None
         self.rope = recorder.weight("rope", rope_table(
             max_model_len, spec.rotated_dims, spec.rope_theta, spec.rope_scaling, factors))
@@ -74,9 +79,9 @@ class DecoderWriter:
                        for place, layer in enumerate(group.layers)}
 
     def embedding(self, weight: str) -> None:
-        self.recorder.embed(weight, self.buffers.x)
+        self.recorder.embed(weight, self.stream.x)
         if self.spec.embedding_scale != 1.0:
-            self.recorder.scale(self.buffers.x, self.spec.embedding_scale)
+            self.recorder.scale(self.stream.x, self.spec.embedding_scale)
 
     def attention(self, layer: int) -> None:
         spec, buffers, at = self.spec, self.buffers, f"layers.{layer}."
@@ -85,9 +90,20 @@ class DecoderWriter:
         self._norm_q_and_k(at)
         self.recorder.rope_write_kv(buffers.qkv, self._rope(layer), self.places[layer], buffers.q)
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        self.recorder.paged_attention(buffers.q, self.places[layer], scale, buffers.attended, spec.attention_softcap)
-        self.packer.linears(buffers.attended, at, {"o": spec.hidden_size}, buffers.residual, spec.has_o_bias)
+        self.recorder.paged_attention(buffers.q, self.places[layer], scale, self.stream.attended,
+                                      spec.attention_softcap)
+
+    def attention_output(self, layer: int) -> None:
+        spec, stream, at = self.spec, self.stream, f"layers.{layer}."
+        self.packer.linears(stream.attended, at, {"o": spec.hidden_size}, stream.residual, spec.has_o_bias)
         self._add_output(at + "attn_post_norm")
+
+    def keep_wanted(self, *others: Buffer) -> None:
+        """Only wanted tokens go on, in x and the others: past the last attention nobody looks at the rest."""
+        targets = {self.tokens.x: self.wanted.x, self.tokens.attended: self.wanted.attended}
+        for buffer in (self.tokens.x, *others):
+            self.recorder.select_wanted(buffer, targets[buffer])
+        self.stream = self.wanted
 
     def mlp(self, layer: int) -> None:
         spec, at = self.spec, f"layers.{layer}."
@@ -95,12 +111,12 @@ class DecoderWriter:
         if spec.has_experts(layer):
             self._experts(x, at)
         else:
-            self._gated_mlp(x, at, "", spec.intermediate_size, self.buffers.residual)
+            self._gated_mlp(x, at, "", spec.intermediate_size, self.stream.residual)
         self._add_output(at + "mlp_post_norm")
 
     def _gated_mlp(self, x: Buffer, at: str, which: str, size: int, out: Buffer) -> None:
         has_bias = self.spec.has_mlp_bias and not which
-        gate_up, activated = self.buffers.gated("tokens", size)
+        gate_up, activated = self.buffers.gated(self.stream.rows, size)
         self.packer.linears(x, at, {which + "gate": size, which + "up": size}, gate_up, has_bias)
         self._activate(gate_up, activated)
         self.packer.linears(activated, at, {which + "down": self.spec.hidden_size}, out, has_bias)
@@ -120,21 +136,22 @@ class DecoderWriter:
         self.packer.expert_linears(buffers.x, buffers.routes, at, {"gate": size, "up": size}, gate_up, count)
         self._activate(gate_up, activated)
         self.packer.expert_linears(activated, buffers.routes, at, {"down": spec.hidden_size}, buffers.x, count)
-        recorder.combine_routed(buffers.x, buffers.routes, self.buffers.residual)
+        recorder.combine_routed(buffers.x, buffers.routes, self.stream.residual)
         if spec.shared_intermediate_size:
             shared, gate = buffers.shared, buffers.shared_gate
             recorder.linear(x, self._router(at + "shared_router", 1), gate)
             self._gated_mlp(x, at, "shared_", spec.shared_intermediate_size, shared)
-            recorder.add_gated(self.buffers.residual, shared, gate)
+            recorder.add_gated(self.stream.residual, shared, gate)
 
     def _router(self, name: str, num_outputs: int) -> str:
         return self.packer.matrix(name, num_outputs, self.spec.hidden_size, ROUTER_FORM)
 
     def head(self, weight: str) -> None:
         spec, buffers = self.spec, self.buffers
-        self.recorder.select_wanted(buffers.x, buffers.last)
-        self._norm(buffers.last, "final_norm", buffers.last_normed)
-        self.recorder.linear(buffers.last_normed, weight, buffers.logits)
+        if self.stream is self.tokens:
+            self.keep_wanted()
+        self._norm(self.stream.x, "final_norm", self.stream.normed)
+        self.recorder.linear(self.stream.normed, weight, buffers.logits)
         if spec.logit_scale != 1.0:
             self.recorder.scale(buffers.logits, spec.logit_scale)
         if spec.logit_softcap is not None:
@@ -150,15 +167,15 @@ class DecoderWriter:
     def _input(self, norm: str) -> Buffer:
         """What a sublayer reads: the residual stream, normed unless norms come after only."""
         if self.spec.norm_placement == "after":
-            return self.buffers.x
-        return self._norm(self.buffers.x, norm, self.buffers.normed)
+            return self.stream.x
+        return self._norm(self.stream.x, norm, self.stream.normed)
 
     def _add_output(self, norm: str) -> None:
         """A sublayer's output, normed where the spec says so, joins the residual stream."""
-        output = self.buffers.residual
+        output = self.stream.residual
         if self.spec.norm_placement != "before":
-            output = self._norm(output, norm, self.buffers.normed)
-        self.recorder.add(self.buffers.x, output, self.spec.residual_scale)
+            output = self._norm(output, norm, self.stream.normed)
+        self.recorder.add(self.stream.x, output, self.spec.residual_scale)
 
     def _norm(self, x: Buffer, name: str, out: Buffer) -> Buffer:
         weight = self.packer.vector(name, self.spec.hidden_size)
@@ -176,18 +193,23 @@ class DecoderWriter:
                 self.recorder.rms_norm_slices(self.buffers.qkv, weight, spec.norm_eps, column, width // slice_width)
 
 
+class StreamBuffers:
+    """What the layers hand on: of all tokens, or past the last attention of those wanted."""
+
+    def __init__(self, rows: str, spec: ModelSpec, recorder: ProgramRecorder) -> None:
+        self.rows = rows
+        self.x = recorder.buffer(rows, spec.hidden_size)           # the residual stream
+        self.normed = recorder.buffer(rows, spec.hidden_size)
+        self.attended = recorder.buffer(rows, spec.q_width)
+        self.residual = recorder.buffer(rows, spec.hidden_size)    # what a sublayer adds to x
+
+
 class DecoderBuffers:
-    """The buffers of a step; every layer uses the same ones."""
+    """The other buffers of a step; every layer uses the same ones."""
 
     def __init__(self, spec: ModelSpec, recorder: ProgramRecorder) -> None:
-        self.x = recorder.buffer("tokens", spec.hidden_size)           # the residual stream
-        self.normed = recorder.buffer("tokens", spec.hidden_size)
         self.qkv = recorder.buffer("tokens", spec.q_width + 2 * spec.kv_width)
         self.q = recorder.buffer("tokens", spec.q_width)
-        self.attended = recorder.buffer("tokens", spec.q_width)
-        self.residual = recorder.buffer("tokens", spec.hidden_size)    # what a sublayer adds to x
-        self.last = recorder.buffer("wanted", spec.hidden_size)
-        self.last_normed = recorder.buffer("wanted", spec.hidden_size)
         self.logits = recorder.buffer("wanted", spec.vocab_size)
         self._spec, self._recorder = spec, recorder
         self._gated: dict[tuple[str, int], tuple[Buffer, Buffer]] = {}

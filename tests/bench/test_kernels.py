@@ -88,25 +88,6 @@ def test_the_share_is_that_of_the_nearer_limit() -> None:
     assert bench._cell("x", 1, None, Work(100, reads_memory=False), one).share is None
 
 
-def test_a_pass_of_which_something_was_missed_does_not_count() -> None:
-    def pass_of(num_seen: int) -> kernels.Pass:
-        return kernels.Pass({"x": float(num_seen)}, 20.0, num_seen)
-
-    seen = iter((2, 3, 1, 3, 3, 3))
-    assert kernels.whole_passes(lambda: pass_of(next(seen)), 3) == [pass_of(3)] * 3
-    assert next(seen, None) == 3
-    busy = iter((1, 3, *(1,) * 100))
-    assert kernels.whole_passes(lambda: pass_of(next(busy)), 3) == [pass_of(3)]
-
-
-@needs_kernels
-def test_what_was_never_seen_has_no_time() -> None:
-    bench = KernelBench(bench_model(), Machine(Steady()))
-    cell = bench._cell("x", 1, "x", Work(100), [kernels.Pass({"x": 0.0}, 20.0)])
-    assert (cell.ms, cell.ms_least, cell.gb_per_second, cell.share) == (None,) * 4
-    assert kernels.table([cell]).splitlines()[1].split() == ["x", "1", "-", "-"]
-
-
 @needs_kernels
 @pytest.mark.parametrize("dtype", ("f32", "bf16", "int8", "int4"))
 @pytest.mark.parametrize("path", PATHS)
@@ -116,16 +97,15 @@ def test_every_operation_of_a_model_is_timed_on_every_path_and_in_every_form(pat
         f"linear 128x64 {dtype}", f"linear 64x64 {dtype}", f"linear 192x64 {dtype}", f"linear 64x96 {dtype}",
         f"head 160x64 {dtype}", "sample, greedy", "sample, top_p 0.9", "embed", "rms_norm", "rope_write_kv", "silu_mul",
         "add", "paged_attention decode bf16", "paged_attention prefill bf16", "copy_blocks"}
-    seen = [cell for cell in cells.values() if cell.ms is not None]
-    assert seen and all(0 < cell.ms_least <= cell.ms and cell.gb_per_second > 0 for cell in seen)
+    assert all(0 < cell.ms_least <= cell.ms and cell.gb_per_second > 0 for cell in cells.values())
     limited = {name for name in cells if name.startswith(("linear", "head", "paged", "copy"))}
-    assert all((cell.share is not None) == (cell.operation in limited) for cell in seen)
+    assert all((cell.share is not None) == (cell.operation in limited) for cell in cells.values())
 
 
 @needs_kernels
 def test_experts_are_timed_together() -> None:
     cells = cells_of(bench_model(spec=tiny_spec(**EXPERTS)), num_rows=1)
-    assert cells["experts"].ms is None or cells["experts"].gops is not None
+    assert cells["experts"].gops is not None
     model = bench_model(spec=tiny_spec(**EXPERTS))
     part = kernel_parts.part_of(model.program, lambda node: kernel_parts.is_of_experts(model.program, node))
     assert part is not None

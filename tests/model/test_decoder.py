@@ -131,7 +131,7 @@ def test_an_experts_gate_and_up_are_stacked_and_a_router_stays_f32() -> None:
     assert Counter(node.verb for node in program.nodes) == {
         "embed": 1, "rms_norm": 5, "linear": 4 + 6 + 1, "rope_write_kv": 2, "paged_attention": 2, "silu_mul": 3,
         "route": 1, "gather_routed": 1, "expert_linear": 2, "combine_routed": 1, "add_gated": 1, "add": 4,
-        "select_wanted": 1, "sample": 1}
+        "select_wanted": 2, "sample": 1}
     forms = {name: weight.form for name, weight in program.weights.items() if not isinstance(weight, np.ndarray)}
     assert {name for name, form in forms.items() if form != "int4"} == {"layers.0.router", "layers.0.shared_router"}
     assert [name for name in forms if "experts.4" in name] == ["layers.0.experts.4.gate_up", "layers.0.experts.4.down"]
@@ -172,8 +172,18 @@ def test_equal_forms_are_stacked() -> None:
     program = program_of(tiny_spec(), random_weights(tiny_spec()))
     assert Counter(node.verb for node in program.nodes) == {
         "embed": 1, "rms_norm": 5, "linear": 2 * 4 + 1, "rope_write_kv": 2, "paged_attention": 2, "silu_mul": 2,
-        "add": 4, "select_wanted": 1, "sample": 1}
+        "add": 4, "select_wanted": 2, "sample": 1}
     assert "layers.0.qkv" in program.weights and "layers.1.gate_up" in program.weights
+
+
+@pytest.mark.parametrize("changes, last_verb", (({}, "paged_attention"), (EXPERTS, "add")), ids=("dense", "experts"))
+def test_past_the_last_attention_only_wanted_tokens_go_on(changes: dict, last_verb: str) -> None:
+    """With experts they do behind the layers."""
+    program = program_of(tiny_spec(**changes), random_weights(tiny_spec(**changes)))
+    verbs, rows = [node.verb for node in program.nodes], {buffer.buffer_id: buffer.rows for buffer in program.buffers}
+    first = verbs.index("select_wanted")
+    assert verbs[first - 1] == last_verb and "paged_attention" not in verbs[first:]
+    assert {rows[node.output] for node in program.nodes[first:] if node.output is not None} == {"wanted"}
 
 
 def test_stacked_linears_equal_separate_ones() -> None:
