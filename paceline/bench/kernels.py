@@ -30,11 +30,12 @@ FORMS = ("f32", "bf16", "int8", "int4")
 NUM_PEAK_RUNS = 5
 DEFINITION = (
     "ms: of all layers together, median of the passes, from an operation's beginning to the next one's (least: the "
-    "shortest pass). GB/s: weights, or keys and values, once, over that time; of the other operations, rows in and out, "
-    "which lie in a cache. GOP/s: multiplications and additions. share: the longer of the time to read those bytes at the "
-    "greatest bandwidth read between these passes and the time to multiply at the peak of the form, over ms; none "
-    "where neither is the limit. Steps whose keys and values take more than 2 GiB are left out. Linears without the "
-    "rounding of their inputs (paceline info --profile has it)")
+    "shortest pass). GB/s: weights, or keys and values, once, over that time; of the other operations, rows in and "
+    "out, which lie in a cache. GOP/s: multiplications and additions. share: the longer of the time to read those "
+    "bytes at the greatest bandwidth read between these passes and the time to multiply at the peak of the form, "
+    "over ms; none where neither is the limit. Steps whose keys and values take more than 2 GiB are left out. "
+    "Linears without the rounding of their inputs (paceline info --profile has it), and without the last layer's "
+    "past its attention, which work on wanted positions only")
 
 
 class Calibration(Protocol):
