@@ -168,18 +168,18 @@ void Pool::walk(int thread, uint64_t state) {
   while (is_open(state)) {
     const uint64_t open = without_tile(state);
     const int op = static_cast<int>(op_of(state));
-    const int num_done = run_tiles(open, thread);
+    const int total = work_.total(op);    // once counted below, the operation may be over and the total the next run's
+    const int num_done = run_tiles(open, total, thread);
     // While a tile that was run here is not counted, the operation cannot be complete: the word is still of this one.
-    const bool is_last = num_done > 0 && tile_of(state_.fetch_add(static_cast<uint64_t>(num_done), std::memory_order_acq_rel)) +
-                                             num_done == work_.total(op);
+    const bool is_last = num_done > 0 && num_done + tile_of(state_.fetch_add(static_cast<uint64_t>(num_done),
+                                                                             std::memory_order_acq_rel)) == total;
     state = is_last ? open_next(op, round_of(open), thread) : wait_for_change(open);
   }
 }
 
 // The thread's own share, then what others have left of theirs. Returns the number of tiles run.
-int Pool::run_tiles(uint64_t open, int thread) {
+int Pool::run_tiles(uint64_t open, int total, int thread) {
   const int op = static_cast<int>(op_of(open));
-  const int total = work_.total(op);
   int num_done = 0;
   for (int i = 0; i < num_shares_; ++i) {
     const int share = (thread + i) % num_shares_;

@@ -56,7 +56,7 @@ class Pool {
   void worker(int thread);
   void wait_for_work();
   void walk(int thread, uint64_t state);
-  int run_tiles(uint64_t open, int thread);
+  int run_tiles(uint64_t open, int total, int thread);
   int claim(uint64_t open, int total, int share);
   uint64_t open_next(int after, uint64_t round, int thread);
   void end_workers();
