@@ -328,7 +328,7 @@ void bind_runner(nb::module_& m) {
       .def("close", &Runner::close, nb::call_guard<nb::gil_scoped_release>(), "Ends the threads and frees the cache.")
       .def("profile", &Runner::profile, "enable"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Starts (and clears) or stops the per-operation timers.")
-      .def("profile_report", &profile_report, "(operation, calls, seconds) as the calling thread saw them pass.");
+      .def("profile_report", &profile_report, "(operation, calls, seconds), each from its beginning to the next one's.");
   m.def("sample", &sample, "path"_a, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "prompt_index"_a,
         "choice_index"_a, "position"_a, "wants_logprob"_a, "extras"_a = nb::none(),
         "The sampling verb by itself: (token_ids [W], logprobs [W], top_ids [E, K] or None, top_logprobs).");

@@ -21,9 +21,17 @@ constexpr int kFloatRows = 2, kPairRows = 2, kFloatStrips = 1, kIntRows = 4;
 static_assert(kFloatRows <= linear_max_tile_rows && kIntRows <= linear_max_tile_rows, "units.h states the largest tile");
 
 constexpr int kRowsAtOnce = 4;          // integer dot products in flight: enough to hide their latency
-// Bytes of weights asked for ahead of use. The second cache can wait for more lines at a time than the first, so they are
-// asked for into that; int4, whose lines last longest, does better with the first. Measured: docs/log.md.
-constexpr int64_t kFloatAhead = 2048, kInt8Ahead = 6144, kInt4Ahead = 4096;
+// Bytes of weights asked for ahead of use, and into which cache. The second can wait for more lines at a time than the
+// first, which pays where lines are used up fast: int4 keeps to the first, and so does a path that takes longer over a
+// line, whose loads would only wait for the second cache. Measured: docs/log.md.
+#if defined(PACELINE_ISA_AVX512)
+constexpr int64_t kFloatAhead = 2048, kInt8Ahead = 6144;
+PL_INLINE void ask_for(const void* at) { prefetch_l2(at); }
+#else
+constexpr int64_t kFloatAhead = 4096, kInt8Ahead = 4096;
+PL_INLINE void ask_for(const void* at) { prefetch(at); }
+#endif
+constexpr int64_t kInt4Ahead = 4096;
 constexpr int kInt8Lines = 9, kInt4Lines = 5;    // that a block touches
 
 struct Tile {
@@ -66,7 +74,7 @@ void tile_f32(const Tile& t) {
     f32x16 weight[S];
     PL_UNROLL for (int s = 0; s < S; ++s) {
       weight[s] = as_f32(load_i32(w + s * t.strip_bytes));
-      prefetch_l2(w + s * t.strip_bytes + ahead);
+      ask_for(w + s * t.strip_bytes + ahead);
     }
     PL_UNROLL for (int r = 0; r < R; ++r) {
       PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = fma_at(acc[r][s], weight[s], x + r * t.num_inputs);
@@ -91,7 +99,7 @@ void tile_bf16(const Tile& t) {
     i32x16 weight[S];
     PL_UNROLL for (int s = 0; s < S; ++s) {
       weight[s] = load_i32(w + s * t.strip_bytes);
-      prefetch_l2(w + s * t.strip_bytes + ahead);
+      ask_for(w + s * t.strip_bytes + ahead);
     }
     PL_UNROLL for (int r = 0; r < R; ++r) {
       PL_UNROLL for (int s = 0; s < S; ++s) acc[r][s] = dot_pairs_at(acc[r][s], weight[s], x + r * t.num_inputs);
@@ -172,7 +180,7 @@ void tile_int8(const Tile& tile) {
   for (const uint8_t* w = tile.weights; w != end; w += int8_block_bytes, t.first.q += kGroup, ++t.first.index) {
     quad8 weight[8];
     PL_UNROLL for (int quad = 0; quad < 8; ++quad) weight[quad] = load_quad8(w + quad * 4 * kStrip);
-    PL_UNROLL for (int line = 0; line < kInt8Lines; ++line) prefetch_l2(w + line * 64 + kInt8Ahead);
+    PL_UNROLL for (int line = 0; line < kInt8Lines; ++line) ask_for(w + line * 64 + kInt8Ahead);
     const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
     GroupCursor at = t.first;
     PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, t, at);

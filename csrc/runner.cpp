@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kFewRows = 48;              // up to here a linear's rows stay together and its strips are shared out
 constexpr int64_t kWeightTileBytes = 96 << 10;
-constexpr int64_t kMinTileBytes = 24 << 10;   // a claim costs some 100 ns: 24 KiB take 1 us to read
+constexpr int64_t kMinTileBytes = 24 << 10;   // takes 1 us to read, many times what a claim costs
 constexpr int64_t kRowStep = 16;              // rows that kernels take at a time, or a multiple of them
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
 constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close

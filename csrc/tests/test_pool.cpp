@@ -123,6 +123,7 @@ void test_fork() {
 void test_pool() {
   for (int num_threads = 1; num_threads <= 4; ++num_threads) test_rounds(num_threads, 100);
   test_rounds(16, 30);    // more than there are cores
+  test_rounds(21, 20);    // and more than there are shares
   test_ends();
   test_fork();
 }
