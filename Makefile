@@ -53,7 +53,7 @@ bench: $(INSTALLED) .venv/installed-model .venv/installed-test
 peers: $(INSTALLED) .venv/installed-model
 	PYTHON=$(BIN)/python scripts/peers.sh build/peers $(PEERS)
 
-# Ours beside them, load by load, against our bounds: an hour and a half. BENCH_ARGS: see scripts/bench_peers.py --help.
+# Ours beside them, load by load, against our bounds: almost two hours. BENCH_ARGS: see scripts/bench_peers.py --help.
 bench-peers: peers .venv/installed-bench
 	$(BIN)/python scripts/bench_peers.py $(BENCH_ARGS)
 

@@ -4,6 +4,8 @@
 
 Each load is one `paceline compare`: the contestants run as servers, take turns on the same requests with words no cache
 knows, and every round pairs them. Beside a bound stands the median of the rounds' ratios, with the least and greatest.
+OpenVINO has no server of its own: its bounds hold in process against in process (scripts/in_process.py), in the same
+rounds of the same load, and behind a server of ours it is shown beside.
 The environments come from `make peers`. Prints a table for docs/benchmarks.md and leaves a report of each load behind.
 """
 
@@ -20,10 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_in_process import InProcess
+
+from paceline.bench.workload import WorkloadSpec
 from paceline.model.loader import packaged_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / "build" / "peers"
+PLACES = {"peers": str(PEERS), "python": sys.executable, "root": str(ROOT)}
 LLAMA = "{peers}/llama/bin/llama-server -m {peers}/%s -t {{cores}} -np 32 -c 65536 -cb --port {{port}} --no-webui"
 OURS = "{python} -m paceline.cli serve smollm2 --port {{port}} --max-model-len 4096"
 VLLM = ("{peers}/vllm/bin/vllm serve {peers}/%s --dtype bfloat16 --max-model-len 4096 --port {{port}} "
@@ -44,6 +50,12 @@ CONTESTANTS: dict[str, tuple[str, Mapping[str, str]]] = {
     "paceline qwen2.5-0.5b": ("{python} -m paceline.cli serve dummy:qwen2.5-0.5b --dtype bf16 --port {{port}} "
                               "--max-model-len 4096", {}),
     "vLLM qwen2.5-0.5b": (VLLM % ("qwen2.5-0.5b", "qwen") + " --load-format dummy", VLLM_ENVIRONMENT),
+}
+# Without HTTP: arguments of scripts/in_process.py, behind its interpreter.
+IN_PROCESS = {
+    "paceline 4-bit": "{python} {root}/scripts/in_process.py paceline smollm2",
+    "paceline int8": "{python} {root}/scripts/in_process.py paceline smollm2 --dtype int8",
+    "OpenVINO": "{peers}/openvino/bin/python {root}/scripts/in_process.py openvino {peers}/smollm2-Q4_1.gguf",
 }
 QWEN_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
@@ -81,7 +93,7 @@ class Bound:
     figure: Figure
     ours: Sequence[str]
     rival: Sequence[str]
-    at_least: float
+    at_least: float | None    # None: shown beside
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,7 @@ class Load:
     num_clients: int
     num_requests: int
     bounds: Sequence[Bound]
+    in_process: Sequence[Bound] = ()
 
     @property
     def name(self) -> str:
@@ -98,25 +111,33 @@ class Load:
 
     @property
     def contestants(self) -> list[str]:
-        named = [name for bound in self.bounds for name in (*bound.ours, *bound.rival)]
-        return [name for name in CONTESTANTS if name in named]
+        return [name for name in CONTESTANTS if name in _named(self.bounds)]
 
 
-OWN, BF16, VLLM_BF16 = BEST[:1], BEST_BF16, ("vLLM bf16",)
+def _named(bounds: Sequence[Bound]) -> set[str]:
+    return {name for bound in bounds for name in (*bound.ours, *bound.rival)}
+
+
+OWN, BF16, VLLM_BF16, OPENVINO = BEST[:1], BEST_BF16, ("vLLM bf16",), ("OpenVINO",)
 LOADS = (
     Load("decode-heavy", 1, 5, (
-        Bound(TPOT, OWN, LLAMAS, 1.6), Bound(TPOT, OWN, LLAMAS[:1], 2.6), Bound(TPOT, OWN, ("OpenVINO",), 3.0),
-        Bound(TPOT, BF16, VLLM_BF16, 2.5), Bound(TPOT, BF16, ("llama.cpp bf16",), 1.0))),
+        Bound(TPOT, OWN, LLAMAS, 1.6), Bound(TPOT, OWN, LLAMAS[:1], 2.6), Bound(TPOT, OWN, OPENVINO, None),
+        Bound(TPOT, BF16, VLLM_BF16, 2.5), Bound(TPOT, BF16, ("llama.cpp bf16",), 1.0)),
+         (Bound(TPOT, OWN, OPENVINO, 3.0),)),
     Load("decode-heavy", 8, 32, (
-        Bound(RATE, OWN, LLAMAS, 2.5), Bound(RATE, OWN, ("OpenVINO",), 2.8), Bound(RATE, BF16, VLLM_BF16, 2.5))),
+        Bound(RATE, OWN, LLAMAS, 2.5), Bound(RATE, OWN, OPENVINO, None), Bound(RATE, BF16, VLLM_BF16, 2.5)),
+         (Bound(RATE, OWN, OPENVINO, 2.8),)),
     Load("decode-heavy", 32, 96, (
-        Bound(RATE, BEST, LLAMAS, 2.2), Bound(RATE, BEST, ("OpenVINO",), 2.0), Bound(RATE, BF16, VLLM_BF16, 1.8))),
+        Bound(RATE, BEST, LLAMAS, 2.2), Bound(RATE, BEST, OPENVINO, None), Bound(RATE, BF16, VLLM_BF16, 1.8)),
+         (Bound(RATE, BEST, OPENVINO, 2.0),)),
     Load("mixed", 32, 96, (
-        Bound(RATE, BEST, ("OpenVINO",), 1.7), Bound(RATE, BEST, LLAMAS, 2.0), Bound(RATE, BF16, VLLM_BF16, 1.25),
-        Bound(TTFT_P95, BEST, ("OpenVINO",), 1.0), Bound(TTFT_P95, BEST, LLAMAS, 1.0),
-        Bound(TTFT_P95, BF16, VLLM_BF16, 1.0))),
+        Bound(RATE, BEST, OPENVINO, None), Bound(RATE, BEST, LLAMAS, 2.0), Bound(RATE, BF16, VLLM_BF16, 1.25),
+        Bound(TTFT_P95, BEST, OPENVINO, None), Bound(TTFT_P95, BEST, LLAMAS, 1.0),
+        Bound(TTFT_P95, BF16, VLLM_BF16, 1.0)),
+         (Bound(RATE, BEST, OPENVINO, 1.7), Bound(TTFT_P95, BEST, OPENVINO, 1.0))),
     Load("prefill-heavy", 1, 6, (
-        Bound(TTFT, BEST, LLAMAS, 2.4), Bound(TTFT, BEST, ("OpenVINO",), 1.5), Bound(TTFT, BF16, VLLM_BF16, 1.2))),
+        Bound(TTFT, BEST, LLAMAS, 2.4), Bound(TTFT, BEST, OPENVINO, None), Bound(TTFT, BF16, VLLM_BF16, 1.2)),
+         (Bound(TTFT, BEST, OPENVINO, 1.5),)),
     Load("decode-heavy", 1, 4, (Bound(TPOT, ("paceline qwen2.5-0.5b",), ("vLLM qwen2.5-0.5b",), 1.3),)),
     Load("decode-heavy", 16, 32, (Bound(RATE, ("paceline qwen2.5-0.5b",), ("vLLM qwen2.5-0.5b",), 1.3),)),
 )
@@ -143,8 +164,7 @@ def prepare() -> None:
 
 def peers_file(load: Load, folder: Path) -> Path:
     """Of the contestants of this load. YAML, of which JSON is a part."""
-    places = {"peers": str(PEERS), "python": sys.executable, "root": str(ROOT)}
-    peers = [{"name": name, "command": CONTESTANTS[name][0].format(**places), "start_seconds": 600,
+    peers = [{"name": name, "command": CONTESTANTS[name][0].format(**PLACES), "start_seconds": 600,
               "environment": dict(CONTESTANTS[name][1]), "stop_seconds": 30} for name in load.contestants]
     path = folder / f"{load.name}.yaml"
     path.write_text(json.dumps({"peers": peers}, indent=1))
@@ -160,6 +180,21 @@ def measure(load: Load, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
              load.workload, "--concurrency", str(load.num_clients), "--requests", str(load.num_requests), "--rounds",
              str(num_rounds), "--output", str(output)],
             check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return _cells(output)
+
+
+def measure_in_process(load: Load, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
+    """The summaries of all cells."""
+    output = folder / f"{load.name}-in-process"
+    if not (output / "summary.json").exists():
+        spec = WorkloadSpec(name=load.workload, num_requests=load.num_requests)
+        named = _named(load.in_process)
+        InProcess(spec, load.num_clients, num_rounds, output).run(
+            {name: command.format(**PLACES).split() for name, command in IN_PROCESS.items() if name in named})
+    return _cells(output)
+
+
+def _cells(output: Path) -> list[dict[str, Any]]:
     cells: list[dict[str, Any]] = json.loads((output / "summary.json").read_text())["cells"]
     return cells
 
@@ -179,17 +214,21 @@ def best(cells: Sequence[Mapping[str, Any]], names: Sequence[str], figure: Figur
     return name, rounds[name]
 
 
-def row(load: Load, bound: Bound, cells: Sequence[Mapping[str, Any]]) -> str:
+def row(title: str, bound: Bound, cells: Sequence[Mapping[str, Any]]) -> str:
     figure = bound.figure
     (our_name, ours), (rival_name, rival) = (best(cells, names, figure) for names in (bound.ours, bound.rival))
     shared = sorted(ours.keys() & rival.keys())
     ratios = [rival[one] / ours[one] if figure.is_low_good else ours[one] / rival[one] for one in shared]
     value = statistics.median(ratios)
-    verdict = "met" if value >= bound.at_least else f"**missed** ({value / bound.at_least:.0%} of it)"
-    columns = (f"{load.workload}, {load.num_clients}", figure.title, f"{our_name}: {_spread(ours)}",
-               f"{rival_name}: {_spread(rival)}", f"{value:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-               f"{bound.at_least:g}", verdict)
+    columns = (title, figure.title, f"{our_name}: {_spread(ours)}", f"{rival_name}: {_spread(rival)}",
+               f"{value:.2f} ({min(ratios):.2f} to {max(ratios):.2f})", *_verdict(value, bound.at_least))
     return f"| {' | '.join(columns)} |"
+
+
+def _verdict(value: float, at_least: float | None) -> tuple[str, str]:
+    if at_least is None:
+        return "-", "beside"
+    return f"{at_least:g}", "met" if value >= at_least else f"**missed** ({value / at_least:.0%} of it)"
 
 
 def _spread(rounds: Mapping[int, float]) -> str:
@@ -211,8 +250,13 @@ def main() -> None:
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for load in LOADS:
         if options.only is None or load.name in options.only:
+            title = f"{load.workload}, {load.num_clients}"
             cells = measure(load, options.folder, options.rounds)
-            print("\n".join(row(load, bound, cells) for bound in load.bounds), flush=True)
+            rows = [row(title, bound, cells) for bound in load.bounds]
+            if load.in_process:
+                cells = measure_in_process(load, options.folder, options.rounds)
+                rows += [row(f"{title}, in process", bound, cells) for bound in load.in_process]
+            print("\n".join(rows), flush=True)
 
 
 if __name__ == "__main__":

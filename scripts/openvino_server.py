@@ -2,7 +2,8 @@
 
 Runs in OpenVINO's own environment (scripts/peers.sh): its pipeline and aiohttp, nothing of Paceline. One thread steps
 the pipeline whenever requests are under way; a token is sent when its step has ended. POST /v1/completions takes text
-or token ids, max_tokens, temperature, ignore_eos, min_tokens, stream and stream_options; GET /v1/models, /health.
+or token ids, max_tokens, temperature, ignore_eos, min_tokens, stream and stream_options; GET /v1/models, /health. What
+this server itself costs is seen beside scripts/in_process.py, the same pipeline without it.
 
   python scripts/openvino_server.py MODEL.gguf --port 8000 --max-num-seqs 32 --cache-size 2
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import itertools
 import json
 import queue
@@ -23,6 +25,31 @@ import numpy as np
 import openvino
 import openvino_genai
 from aiohttp import web
+
+
+class Pieces:
+    """The bytes of each token, read once: a stream's new text then costs no call of the pipeline's tokenizer, which
+    runs beside the steps on the same cores."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        pieces = {token_id: piece for piece, token_id in tokenizer.get_vocab().items()}
+        texts = tokenizer.decode([[token_id] for token_id in pieces])
+        self._pieces = {token_id: b"" if text == "" and _is_text(piece) else piece    # "" of text: a special token
+                        for (token_id, piece), text in zip(pieces.items(), texts, strict=True)}
+        probe = "Two words, 3 \u00e9t\u00e9s."
+        token_ids = tokenizer.encode(probe).input_ids.data[0].tolist()
+        if (told := b"".join(map(self._pieces.__getitem__, token_ids)).decode(errors="replace")) != probe:
+            raise SystemExit(f"this tokenizer's vocabulary is not of plain bytes: {probe!r} came back as {told!r}")
+
+    def of(self, token_ids: list[int]) -> bytes:
+        return b"".join(map(self._pieces.__getitem__, token_ids))
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        return bool(piece.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 @dataclass
@@ -97,6 +124,7 @@ def config_of(body: dict[str, Any]) -> Any:
 class Server:
     def __init__(self, stepper: Stepper, name: str) -> None:
         self._stepper = stepper
+        self._pieces = Pieces(stepper.tokenizer)
         self._name = name
         self._numbers = itertools.count()
 
@@ -125,33 +153,30 @@ class Server:
         token_ids: list[int] = []
         while not isinstance(news := await job.news.get(), str):
             token_ids += news
-        choice = {"index": 0, "text": self._stepper.tokenizer.decode(token_ids), "finish_reason": news}
+        choice = {"index": 0, "text": self._pieces.of(token_ids).decode(errors="replace"), "finish_reason": news}
         return web.json_response(self._chunk(choice) | {"usage": _usage(job, len(token_ids))})
 
     async def _stream(self, request: web.Request, job: Job, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         await response.prepare(request)
         options = body.get("stream_options") or {}
-        token_ids: list[int] = []
-        text, reason = "", None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")    # keeps a part of a character back
+        num_output, reason = 0, None
         while reason is None:
             news = await job.news.get()
             if isinstance(news, str):
                 reason, news = news, []
-            token_ids += news
-            whole = self._stepper.tokenizer.decode(token_ids) if token_ids else ""
-            if whole.endswith("\ufffd") and reason is None:    # a part of a character
-                whole = text
-            choice: dict[str, Any] = {"index": 0, "text": whole[len(text):], "finish_reason": reason}
+            num_output += len(news)
+            text = decoder.decode(self._pieces.of(news), final=reason is not None)
+            choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": reason}
             if body.get("return_token_ids"):
                 choice["token_ids"] = news
             chunk = self._chunk(choice)
             if options.get("continuous_usage_stats"):
-                chunk["usage"] = _usage(job, len(token_ids))
-            text = whole
+                chunk["usage"] = _usage(job, num_output)
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         if options.get("include_usage"):
-            last = self._chunk(None) | {"usage": _usage(job, len(token_ids))}
+            last = self._chunk(None) | {"usage": _usage(job, num_output)}
             await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
