@@ -31,6 +31,7 @@ struct Weight {
   int64_t num_inputs;
   int64_t num_strips;      // ceil(num_outputs / 16)
   const uint8_t* data;     // 64-byte aligned
+  bool has_power_scales = false;    // int8: every d is a power of two, so that times it is an addition to the exponent
 };
 
 constexpr int64_t int8_block_bytes = 32 * 16 + 2 * 16;

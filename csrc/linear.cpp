@@ -133,9 +133,32 @@ struct IntTile {
   GroupCursor first;           // row 0 of the current group
 };
 
+// d * scale: what a group's integer dot product is worth.
+struct Product {
+  __attribute__((always_inline)) explicit Product(const uint16_t* d) : d_(load_f16(d)) {}
+  __attribute__((always_inline)) f32x16 times(const float* scale) const { return mul(d_, set1(*scale)); }
+
+ private:
+  f32x16 d_;
+};
+
+// The same bits where d is a power of two and the scale passes are_ordinary: its exponent is added to the scale's. Additions
+// have ports of their own beside the multiplications, which are what a linear of many rows is made of (docs/log.md).
+struct PowerProduct {
+  __attribute__((always_inline)) explicit PowerProduct(const uint16_t* d) : exponent_(sub_i32(as_i32(load_f16(d)), set1_i32(0x3f800000))) {}
+  __attribute__((always_inline)) f32x16 times(const float* scale) const {
+    int32_t bits;
+    memcpy(&bits, scale, 4);
+    return as_f32(add_i32(exponent_, set1_i32(bits)));
+  }
+
+ private:
+  i32x16 exponent_;
+};
+
 // y += d * scale * (sum of (w + 128) * q - 128 * sum of q), the bracket in integers.
-template <int N>
-PL_INLINE void add_int8_group(f32x16* acc, const quad8* weight, f32x16 d, const IntTile& t, GroupCursor& at) {
+template <int N, class Scale>
+PL_INLINE void add_int8_group(f32x16* acc, const quad8* weight, const Scale& d, const IntTile& t, GroupCursor& at) {
   const int8_t* q[N];
   int64_t index[N];
   group_dot dot[N];
@@ -147,7 +170,7 @@ PL_INLINE void add_int8_group(f32x16* acc, const quad8* weight, f32x16 d, const 
   PL_UNROLL for (int quad = 0; quad < 8; ++quad) {
     PL_UNROLL for (int r = 0; r < N; ++r) dot[r] = add_quad(dot[r], weight[quad], q[r] + 4 * quad);
   }
-  PL_UNROLL for (int r = 0; r < N; ++r) acc[r] = fma(finish_dot(dot[r]), mul(d, set1(t.scale[index[r]])), acc[r]);
+  PL_UNROLL for (int r = 0; r < N; ++r) acc[r] = fma(finish_dot(dot[r]), d.times(t.scale + index[r]), acc[r]);
 }
 
 // y += d * scale * (sum of w * q), then y += m * (scale * sum of q).
@@ -170,8 +193,8 @@ PL_INLINE void add_int4_group(f32x16* acc, const i32x16* weight, f32x16 d, f32x1
   }
 }
 
-template <int R, int>
-void tile_int8(const Tile& tile) {
+template <int R, class Scale>
+void tile_int8_of(const Tile& tile) {
   constexpr int whole = R / kRowsAtOnce * kRowsAtOnce;
   IntTile t(tile);
   f32x16 acc[R];
@@ -181,13 +204,21 @@ void tile_int8(const Tile& tile) {
     quad8 weight[8];
     PL_UNROLL for (int quad = 0; quad < 8; ++quad) weight[quad] = load_quad8(w + quad * 4 * kStrip);
     PL_UNROLL for (int line = 0; line < kInt8Lines; ++line) ask_for(w + line * 64 + kInt8Ahead);
-    const f32x16 d = load_f16(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
+    const Scale d(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
     GroupCursor at = t.first;
     PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, t, at);
     if constexpr (whole < R) add_int8_group<R - whole>(acc + whole, weight, d, t, at);
   }
   PL_UNROLL for (int r = 0; r < R; ++r) finish(tile, r, 0, acc[r]);
 }
+
+template <int R, int>
+void tile_int8(const Tile& tile) { tile_int8_of<R, Product>(tile); }
+
+#if defined(PACELINE_ISA_AVX512)
+template <int R, int>
+void tile_int8_power(const Tile& tile) { tile_int8_of<R, PowerProduct>(tile); }
+#endif
 
 template <int R, int>
 void tile_int4(const Tile& tile) {
@@ -229,6 +260,7 @@ constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_8(tile_f32, 1)},
 constexpr TileKernel kBf16Tiles[kFloatStrips][kPairRows] = {
     {PL_8(tile_bf16, 1)}, {PL_8(tile_bf16, 2)}, {PL_8(tile_bf16, 3)}};
 constexpr TileKernel kInt8Tiles[1][kIntRows] = {{PL_16(tile_int8, 1)}};
+constexpr TileKernel kInt8PowerTiles[1][kIntRows] = {{PL_16(tile_int8_power, 1)}};
 constexpr TileKernel kInt4Tiles[1][kIntRows] = {{PL_16(tile_int4, 1)}};
 #elif defined(PACELINE_ISA_AVX2)
 constexpr TileKernel kF32Tiles[kFloatStrips][kFloatRows] = {{PL_6(tile_f32, 1)}};
@@ -248,8 +280,32 @@ struct FormKernels {
   int64_t strip_bytes;
 };
 
-FormKernels kernels_of(Form form, int64_t num_inputs) {
-  switch (form) {
+#if defined(PACELINE_ISA_AVX512)
+// Whether exponents of d (f16) can be added to all `count` scales: none is 0, not finite, or so near to the ends that the
+// product would leave the ordinary numbers.
+bool are_ordinary(const float* scales, int64_t count) {
+  const i32x16 least = set1_i32(0x0d800000), most = set1_i32(0x71800000);    // 2^-100, 2^100
+  uint32_t others = 0;
+  for (int64_t i = 0; i < count; i += 16) {
+    const int n = static_cast<int>(count - i < 16 ? count - i : 16);
+    const i32x16 scale = as_i32(load_first(scales + i, n));
+    others |= bits(mask_and(first_lanes(n), mask_or(less_i32(scale, least), less_i32(most, scale))));
+  }
+  return others == 0;
+}
+#endif
+
+FormKernels kernels_of(const Weight& w, const Activations& a, int64_t first_row, int64_t last_row) {
+  const int64_t num_inputs = w.num_inputs;
+#if defined(PACELINE_ISA_AVX512)
+  const int64_t groups = num_inputs / kGroup;
+  if (w.has_power_scales && are_ordinary(a.scale + first_row * groups, (last_row - first_row) * groups)) {
+    return {kInt8PowerTiles[0], kIntRows, 1, groups * int8_block_bytes};
+  }
+#else
+  (void)a, (void)first_row, (void)last_row;
+#endif
+  switch (w.form) {
     case Form::f32: return {kF32Tiles[0], kFloatRows, kFloatStrips, num_inputs * kStrip * 4};
     case Form::bf16: return {kBf16Tiles[0], kPairRows, kFloatStrips, num_inputs * kStrip * 2};
     case Form::int8: return {kInt8Tiles[0], kIntRows, 1, num_inputs / kGroup * int8_block_bytes};
@@ -265,7 +321,7 @@ PL_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 // Strips outside, rows inside: a strip's weights (6 to 150 KB) stay in cache while the rows pass by.
 void linear(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride, int64_t first_row,
             int64_t last_row, int64_t first_strip, int64_t last_strip) {
-  const FormKernels kernels = kernels_of(w.form, w.num_inputs);
+  const FormKernels kernels = kernels_of(w, a, first_row, last_row);
   for (int64_t strip = first_strip; strip < last_strip;) {
     const int64_t strips = smaller(kernels.max_strips, last_strip - strip);
     const TileKernel* tiles = kernels.tiles + (strips - 1) * kernels.max_rows;

@@ -96,6 +96,17 @@ void quantize(const float* values, float m, float d, float least, float most, in
   }
 }
 
+// The least power of two that is not below a value of at least 0, and that f16 has: 2^-24 at least.
+float power_of_two_from(float value) {
+  const float power = bits_float((float_bits(value) + 0x7fffffu) & 0x7f800000u);
+  return std::max(power, 0x1p-24f);
+}
+
+bool is_power_of_two(uint16_t f16) {
+  const int mantissa = f16 & 0x3ff;
+  return (f16 & 0x7c00) != 0 ? mantissa == 0 : mantissa != 0 && (mantissa & (mantissa - 1)) == 0;
+}
+
 Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* strip) {
   uint8_t* block = strip + first / kGroup * int8_block_bytes;
   uint8_t* scale_at = block + 32 * kStrip + 2 * lane;
@@ -124,7 +135,7 @@ Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* str
   decode(row.type, row.data, first, kGroup, values);
   const Range range = range_of(values);
   if (!range.is_finite) return Fault::not_finite;
-  const uint16_t scale = float_to_f16(std::max(-range.low, range.high) / 127.0f);
+  const uint16_t scale = float_to_f16(power_of_two_from(std::max(-range.low, range.high) / 127.0f));
   if (!f16_is_finite(scale)) return Fault::scale_too_large;
   uint8_t q[kGroup];
   quantize(values, 0.0f, f16_to_float(scale), -127.0f, 127.0f, 128, q);
@@ -320,6 +331,7 @@ PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sour
   uint8_t* data = nullptr;
   std::shared_ptr<void> memory = allocate_weight_memory(static_cast<size_t>(num_strips * bytes), &data);
 
+  std::atomic<bool> has_other_scales{form != Form::int8};
   // The lowest fault wins, so that the message does not depend on the threads.
   std::atomic<int64_t> first_fault{std::numeric_limits<int64_t>::max()};
   const GroupPacker pack_group = kGroupPackers[static_cast<int>(form)];
@@ -344,13 +356,18 @@ PackedWeight pack(Form form, int64_t num_inputs, const std::vector<Source>& sour
           while (code < seen && !first_fault.compare_exchange_weak(seen, code)) {}
         }
         search.store(to + first / kGroup * int4_block_bytes);
+        if (has_other_scales.load(std::memory_order_relaxed)) continue;
+        const uint8_t* scales = to + first / kGroup * int8_block_bytes + 32 * kStrip;
+        for (int lane = 0; lane < lanes; ++lane) {
+          if (!is_power_of_two(load_u16(scales + 2 * lane))) has_other_scales = true;
+        }
       }
     }
   });
   if (const int64_t code = first_fault.load(); code != std::numeric_limits<int64_t>::max()) {
     refuse_fault(static_cast<int>(code / 4), static_cast<Fault>(code % 4));
   }
-  return {{form, num_outputs, num_inputs, num_strips, data}, num_strips * bytes, std::move(memory)};
+  return {{form, num_outputs, num_inputs, num_strips, data, !has_other_scales}, num_strips * bytes, std::move(memory)};
 }
 
 void unpack(const Weight& w, float* out) {

@@ -148,6 +148,40 @@ void test_no_bias(const KernelTable& table, Form form) {
   for (int i = 0; i < 48; ++i) check.expect(with_zeros[i] == without[i], "output %d differs", i);
 }
 
+// A weight whose scales are powers of two may go another way, which no bit may show: not of rows that have a group of
+// zeros, of values too small or too large for that way, or of no numbers at all, nor of those beside them.
+void test_power_scales(const KernelTable& table) {
+  Check check(std::string(table.name) + " linear int8, scales that are powers of two");
+  constexpr int64_t num_inputs = 96, num_outputs = 40, num_rows = 7;
+  Random random(11);
+  const PackedWeight packed = random_weight(Form::int8, num_outputs, num_inputs, random);
+  check.expect(packed.weight.has_power_scales, "rounded values have them");
+  Weight plain = packed.weight;
+  plain.has_power_scales = false;
+  std::vector<float> inputs = random.bells(num_rows * num_inputs);
+  const float odd[num_rows] = {1.0f, 0.0f, NAN, INFINITY, 1e-35f, 1e34f, 1.0f};    // what row r's second group is made of
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t k = kGroup; k < 2 * kGroup; ++k) inputs[static_cast<size_t>(row * num_inputs + k)] *= odd[row];
+  }
+  const std::vector<float> bias = random.bells(num_outputs);
+  const Case c{"", table, packed.weight, bias, inputs, num_rows}, expected{"", table, plain, bias, inputs, num_rows};
+  const std::vector<float> whole = run_whole(c, num_outputs), right = run_whole(expected, num_outputs);
+  check.same_bits(whole.data(), right.data(), num_rows * num_outputs, "together", 0);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const auto at = inputs.begin() + row * num_inputs;
+    const std::vector<float> own(at, at + num_inputs);
+    const std::vector<float> alone = run_whole({"", table, packed.weight, bias, own, 1}, num_outputs);
+    check.same_bits(alone.data(), right.data() + row * num_outputs, num_outputs, "row", row);
+    const bool is_finite = std::isfinite(odd[row]);
+    for (const float value : alone) check.expect(std::isfinite(value) == is_finite, "row %d: %g", static_cast<int>(row), value);
+  }
+  const std::vector<uint8_t> q8_0 = {0x00, 0x36, 1, 2, 3};    // d = 0.375
+  std::vector<uint8_t> block(34, 5);
+  std::copy(q8_0.begin(), q8_0.end(), block.begin());
+  const PackedWeight own_scale = pack(Form::int8, kGroup, {Source{"Q8_0", block.data(), 1, 34, 34, nullptr}});
+  check.expect(!own_scale.weight.has_power_scales, "a file's own scale is kept");
+}
+
 }  // namespace
 
 void test_linear(const KernelTable& table) {
@@ -156,6 +190,7 @@ void test_linear(const KernelTable& table) {
     test_shape(table, form, 96, 576);
     test_no_bias(table, form);
   }
+  test_power_scales(table);
   test_shape(table, Form::f32, 17, 33);    // f32 takes any number of inputs
   test_shape(table, Form::bf16, 17, 34);
 }
