@@ -4,9 +4,9 @@ A source that the form holds without loss is left alone. Two keep their own quan
 f16, which loses far less than quantising anew: Q4_K in int4, and MXFP4 in int8 (exact for scales of 2^-24 to 2^15).
 Otherwise values are rounded to nearest even:
   bf16   each value
-  int8   groups of 32 inputs: d = the least power of two >= max|w| / 127 (and >= 2^-24), q = round(w / d) in [-127, 127],
-         w' = d q. A d of any value would be closer, by a third in the divergence of a real model (docs/log.md), but
-         costs one of ten multiplications of a linear with many rows
+  int8   groups of 32 inputs: d = the least power of two >= max|w| / 127 (and >= 2^-24), q = round(w / d) in
+         [-127, 127], w' = d q. A d of any value would be closer, by a third in the divergence of a real model
+         (docs/log.md), but costs one of ten multiplications of a linear with many rows
   int4   groups of 32 inputs: q = round((w - m) / d) in [0, 15], w' = d q + m. d = f16((max - min) / 15), m = f16(min),
          or what a search around them finds to be closer, in the sense of the sum of (|w| + rms) (w' - w)^2
 """
