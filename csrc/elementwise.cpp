@@ -319,5 +319,19 @@ void prepare(Form form, const float* x, const Activations& out, int64_t num_inpu
   }
 }
 
+void prepare_columns(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first_column,
+                     int64_t num_columns, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; ++row, x += num_columns) {
+    Activations to = out;    // as if it began with these columns of this row
+    const int64_t at = row * num_inputs + first_column;
+    to.bf16 = out.bf16 + at;
+    to.q = out.q + at;
+    to.scale = out.scale + at / kGroup;
+    to.scaled_sum = out.scaled_sum + at / kGroup;
+    to.start = out.start + at / kGroup;
+    prepare(form, x, to, num_columns, 0, 1);
+  }
+}
+
 }  // namespace PACELINE_ISA
 }  // namespace paceline

@@ -157,6 +157,9 @@ struct KernelTable {
                   int64_t first, int64_t last);
   void (*exp)(const float* x, float* out, int64_t count);    // what softmax and silu use, for tests
   void (*prepare)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
+  // A part of the columns, both multiples of 32 but for f32: x [last - first][num_columns] holds just these.
+  void (*prepare_columns)(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first_column,
+                          int64_t num_columns, int64_t first, int64_t last);
 
   // linear.cpp: rows [first_row, last_row) x strips [first_strip, last_strip); out row stride in floats; bias may be null
   void (*linear)(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride,

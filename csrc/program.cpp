@@ -144,6 +144,7 @@ class Compiler {
     out_.group_windows.assign(1, kNoLayer);
     for (size_t i = 0; i < spec_.nodes.size(); ++i) add_node(NodeReader(spec_, i, index_));
     for (int32_t& window : out_.group_windows) window = window == kNoLayer ? 0 : window;
+    fuse_gated();
     return std::move(out_);
   }
 
@@ -536,6 +537,62 @@ class Compiler {
   void add_op(Op::Kind kind, const Step& step, const std::string& label) {
     const Rows of = kind == Op::sample ? Rows::wanted : kind == Op::linear ? rows_of(step.out) : Rows::tokens;
     out_.ops.push_back({kind, of, {step}, label});
+  }
+
+  // Linear, activation and rounding become one operation where nobody else reads what the first two write.
+  void fuse_gated() {
+    std::map<int, int> reads, fused_reads;    // by buffer
+    for (const Op& op : out_.ops) {
+      for (const Step& step : op.steps) count_reads(step, reads);
+    }
+    for (size_t i = 0; i + 1 < out_.ops.size(); ++i) {
+      if (!is_gated(out_.ops[i], out_.ops[i + 1])) continue;
+      for (const Step& step : out_.ops[i + 1].steps) ++fused_reads[step.in];
+    }
+    std::vector<Op> ops;
+    std::vector<int> place;    // of each operation as it was, among `ops`
+    for (size_t i = 0; i < out_.ops.size(); ++i) {
+      place.push_back(static_cast<int>(ops.size()));
+      Op op = std::move(out_.ops[i]);
+      if (i + 1 < out_.ops.size() && is_gated(op, out_.ops[i + 1])) {
+        const Op& next = out_.ops[i + 1];
+        const auto is_private = [&](const Step& step) { return reads[step.in] == fused_reads[step.in]; };
+        if (std::all_of(next.steps.begin(), next.steps.end(), is_private)) {
+          op.kind = Op::gated;
+          op.label += " + " + next.label;
+          op.steps.insert(op.steps.end(), next.steps.begin(), next.steps.end());
+          place.push_back(place.back());
+          ++i;
+        }
+      }
+      ops.push_back(std::move(op));
+    }
+    for (Op& op : ops) {
+      for (int& linear : op.linears) linear = place[static_cast<size_t>(linear)];
+    }
+    out_.ops = std::move(ops);
+  }
+
+  bool is_gated(const Op& op, const Op& next) const {
+    if (op.kind != Op::linear || next.kind != Op::rows || next.of != op.of || next.steps.size() != 2) return false;
+    const Step &linear = op.steps[0], &activation = next.steps[0], &rounding = next.steps[1];
+    if (activation.verb != Verb::silu_mul && activation.verb != Verb::gelu_tanh_mul) return false;
+    const int64_t inner = spec_.buffers[static_cast<size_t>(activation.out)].width;
+    return linear.weight->form != Form::f32 && linear.weight->num_outputs == 2 * inner && linear.out_column == 0 &&
+           inner % kGroup == 0 && activation.in == linear.out && rounding.verb == Verb::prepare &&
+           rounding.in == activation.out;
+  }
+
+  // A linear reads the prepared rows where it has any; verbs that work in place read what they write.
+  static void count_reads(const Step& step, std::map<int, int>& reads) {
+    const bool is_linear = step.verb == Verb::linear || step.verb == Verb::expert_linear;
+    if (step.in >= 0 && !(is_linear && step.prepared >= 0)) ++reads[step.in];
+    for (const int buffer : {step.in2, step.in3}) {
+      if (buffer >= 0) ++reads[buffer];
+    }
+    for (const Verb verb : {Verb::add, Verb::add_gated, Verb::scale, Verb::softcap, Verb::rms_norm_slices}) {
+      if (step.verb == verb && step.in != step.out) ++reads[step.out];
+    }
   }
 
   const ProgramSpec& spec_;

@@ -78,10 +78,12 @@ struct PreparedSpec {
 };
 
 // What threads share tile by tile. Verbs that treat each row by itself are chained: a tile takes its rows through all.
+// `gated` is a linear of gate and up, the activation of the one times the other, and their rounding for the linear after it:
+// a tile takes some columns of both through all three, so that nothing of them goes through memory between.
 // `sort` puts a step's routed rows in the order of their experts, in one tile, and sets how many tiles the expert_linear
 // operations that read them have: until then nobody can know.
 struct Op {
-  enum Kind { rows, linear, attend, merge, sort, expert_linear, sample } kind;
+  enum Kind { rows, linear, gated, attend, merge, sort, expert_linear, sample } kind;
   Rows of;                    // what its rows are
   std::vector<Step> steps;
   std::string label;

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 #if defined(__linux__)
@@ -19,6 +20,7 @@ constexpr int64_t kWeightTileBytes = 96 << 10;
 constexpr int64_t kMinTileBytes = 24 << 10;   // takes 1 us to read, many times what a claim costs
 constexpr int64_t kRowStep = 16;              // rows that kernels take at a time, or a multiple of them
 constexpr int64_t kStripStep = 3;             // kernels take 48 outputs at a time
+constexpr int64_t kGatedBytes = 16 << 10;     // of gate and up that a thread holds at a time, to find them in its cache
 constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that share its keys while they are close
 
 std::string text(int64_t number) { return std::to_string(number); }
@@ -50,6 +52,40 @@ int64_t strip_bytes(const Weight& weight) {
     case Form::int4: return weight.num_inputs / kGroup * int4_block_bytes;
   }
   return 1;
+}
+
+bool is_integer(Form form) { return form == Form::int8 || form == Form::int4; }
+
+// Strips of gate, and as many of up, that are taken at a time: whole groups for rounding, and what the kernel likes.
+int64_t gated_step(Form form) { return is_integer(form) ? kGroup / kStrip : std::lcm(kGroup / kStrip, kStripStep); }
+
+int64_t gated_strips(Form form, int64_t num_rows) {
+  const int64_t step = gated_step(form);
+  const int64_t bytes = 2 * kStrip * static_cast<int64_t>(sizeof(float)) * num_rows;    // of gate and up, one strip of each
+  return std::max(kGatedBytes / bytes / step, int64_t{1}) * step;
+}
+
+// Strips [first, last) of a weight, as one of its own.
+Weight strips_of(const Weight& weight, int64_t first, int64_t last) {
+  Weight part = weight;
+  part.data += first * strip_bytes(weight);
+  part.num_strips = last - first;
+  part.num_outputs = std::min((last - first) * kStrip, weight.num_outputs - first * kStrip);
+  return part;
+}
+
+// From row `first` on.
+Activations rows_from(const Activations& all, int64_t first, int64_t num_inputs) {
+  const int64_t at = first * num_inputs;
+  Activations rows{};
+  if (all.x != nullptr) rows.x = all.x + at;
+  if (all.bf16 != nullptr) rows.bf16 = all.bf16 + at;
+  if (all.q == nullptr) return rows;
+  rows.q = all.q + at;
+  rows.scale = all.scale + at / kGroup;
+  rows.scaled_sum = all.scaled_sum + at / kGroup;
+  rows.start = all.start + at / kGroup;
+  return rows;
 }
 
 void check_ids(const char* name, const int32_t* ids, int64_t count, int64_t least, int64_t vocab_size) {
@@ -134,6 +170,12 @@ Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, co
   totals_ = std::make_unique<std::atomic<int>[]>(compiled_.ops.size());
   sample_scratch_.resize(static_cast<size_t>(num_threads));
   for (Memory& scratch : sample_scratch_) scratch.reserve(kernels_.sample_scratch_bytes(spec_.vocab_size));
+  const auto is_gated = [](const Op& op) { return op.kind == Op::gated; };
+  if (std::any_of(compiled_.ops.begin(), compiled_.ops.end(), is_gated)) gated_scratch_.resize(sample_scratch_.size());
+  for (Memory& scratch : gated_scratch_) {
+    constexpr int64_t most = std::max(kGatedBytes / 8, kRowTile * kStrip * std::lcm(kGroup / kStrip, kStripStep));
+    scratch.reserve(static_cast<size_t>(most) * 3 * sizeof(float));
+  }
   for (const Op& op : compiled_.ops) {
     if (op.kind == Op::sample) logits_buffer_ = op.steps[0].in;
     if (op.linears.size() > expert_tiles_.size()) expert_tiles_.resize(op.linears.size());
@@ -155,6 +197,7 @@ void Runner::close() {
   buffers_.clear();
   prepared_memory_.clear();
   sample_scratch_.clear();
+  gated_scratch_.clear();
   partials_ = Memory();
 }
 
@@ -338,6 +381,11 @@ void Runner::plan() {
         tiling = tile_linear(*op.steps[0].weight, num_rows, threads * kTilesPerThread);
         total = tiling.total;
         break;
+      case Op::gated:
+        if (num_rows == 0) break;
+        tiling = tile_gated(*op.steps[0].weight, num_rows);
+        total = tiling.total;
+        break;
       case Op::attend: total = static_cast<int64_t>(attention_of(op).job_groups.size()) - 1; break;
       case Op::merge: total = static_cast<int64_t>(attention_of(op).merges.size()); break;
       case Op::sort: total = num_rows > 0 ? 1 : 0; break;
@@ -351,8 +399,16 @@ void Runner::plan() {
 
 // Into num_tiles tiles where the rows are few.
 Runner::Tiling Runner::tile_linear(const Weight& weight, int64_t num_rows, int64_t num_tiles) const {
-  const int64_t strips = weight.num_strips;
-  const int64_t bytes = strip_bytes(weight);
+  return tile_strips(weight.num_strips, strip_bytes(weight), kStripStep, num_rows, num_tiles);
+}
+
+// A strip of gate and one of up count as one.
+Runner::Tiling Runner::tile_gated(const Weight& weight, int64_t num_rows) const {
+  return tile_strips(weight.num_strips / 2, 2 * strip_bytes(weight), gated_step(weight.form), num_rows,
+                     pool_->num_threads() * kTilesPerThread);
+}
+
+Runner::Tiling Runner::tile_strips(int64_t strips, int64_t bytes, int64_t step, int64_t num_rows, int64_t num_tiles) const {
   Tiling tiling{};
   int64_t num_parts = 1;
   if (num_rows <= kFewRows) {
@@ -364,7 +420,7 @@ Runner::Tiling Runner::tile_linear(const Weight& weight, int64_t num_rows, int64
     tiling.rows_per_part = ceil_div(num_rows, num_parts * kRowStep) * kRowStep;
     tiling.strips_per_tile = std::max<int64_t>(kWeightTileBytes / bytes, 1);
   }
-  tiling.strips_per_tile = ceil_div(tiling.strips_per_tile, kStripStep) * kStripStep;
+  tiling.strips_per_tile = ceil_div(tiling.strips_per_tile, step) * step;
   if (pool_->num_threads() == 1 && num_rows <= kFewRows) tiling.strips_per_tile = strips;
   tiling.total = num_parts * ceil_div(strips, tiling.strips_per_tile) * ceil_div(tiling.rows_per_part, tiling.rows_per_tile);
   return tiling;
@@ -479,6 +535,7 @@ void Runner::run(int index, int tile, int thread) {
       break;
     }
     case Op::linear: run_linear(step, *step.weight, tiling, tile, 0, num_rows(op.of)); break;
+    case Op::gated: run_gated(op, tiling, tile, thread); break;
     case Op::attend: {
       const AttentionPlan& plan = attention_of(op);
       for (int32_t i = plan.job_groups[static_cast<size_t>(tile)]; i < plan.job_groups[static_cast<size_t>(tile) + 1]; ++i) {
@@ -541,20 +598,56 @@ void Runner::run_rows(const Step& step, int64_t first, int64_t last) {
   }
 }
 
-// One tile of rows [first, last) times the weight.
-void Runner::run_linear(const Step& step, const Weight& weight, const Tiling& tiling, int tile, int64_t first, int64_t last) {
+// What a tile of rows [first, last) is. Of the last part's tiles some may be empty: it may have fewer rows.
+Runner::Part Runner::part_of(const Tiling& tiling, int64_t num_strips, int tile, int64_t first, int64_t last) {
   const int64_t row_tiles = ceil_div(tiling.rows_per_part, tiling.rows_per_tile);    // of a part
-  const int64_t part_tiles = row_tiles * ceil_div(weight.num_strips, tiling.strips_per_tile);
+  const int64_t part_tiles = row_tiles * ceil_div(num_strips, tiling.strips_per_tile);
   const int64_t first_strip = tile % part_tiles / row_tiles * tiling.strips_per_tile;
   const int64_t part_row = first + tile / part_tiles * tiling.rows_per_part;
   const int64_t first_row = part_row + tile % row_tiles * tiling.rows_per_tile;
   const int64_t last_row = std::min({first_row + tiling.rows_per_tile, part_row + tiling.rows_per_part, last});
-  if (first_row >= last_row) return;    // the last part may have fewer rows
+  return {first_row, last_row, first_strip, std::min(first_strip + tiling.strips_per_tile, num_strips)};
+}
+
+Activations Runner::input_of(const Step& linear) const {
   Activations activations{};
-  activations.x = buffer(step.in);
-  if (step.prepared >= 0) activations = prepared_[static_cast<size_t>(step.prepared)];
-  kernels_.linear(weight, activations, step.bias, buffer(step.out) + step.out_column, width(step.out), first_row, last_row,
-                  first_strip, std::min(first_strip + tiling.strips_per_tile, weight.num_strips));
+  activations.x = buffer(linear.in);
+  if (linear.prepared >= 0) activations = prepared_[static_cast<size_t>(linear.prepared)];
+  return activations;
+}
+
+// One tile of rows [first, last) times the weight.
+void Runner::run_linear(const Step& step, const Weight& weight, const Tiling& tiling, int tile, int64_t first, int64_t last) {
+  const Part part = part_of(tiling, weight.num_strips, tile, first, last);
+  if (part.is_empty()) return;
+  kernels_.linear(weight, input_of(step), step.bias, buffer(step.out) + step.out_column, width(step.out), part.first_row,
+                  part.last_row, part.first_strip, part.last_strip);
+}
+
+// Some strips of gate and the same of up at a time, into the thread's own memory, from where their product is rounded.
+void Runner::run_gated(const Op& op, const Tiling& tiling, int tile, int thread) {
+  const Step &linear = op.steps[0], &activation = op.steps[1], &rounding = op.steps[2];
+  const Weight& weight = *linear.weight;
+  const int64_t inner = width(activation.out), half = weight.num_strips / 2;
+  const Part part = part_of(tiling, half, tile, 0, num_rows(op.of));
+  if (part.is_empty()) return;
+  const int64_t rows = part.last_row - part.first_row, step = gated_strips(weight.form, rows);
+  const Activations input = rows_from(input_of(linear), part.first_row, weight.num_inputs);
+  const auto multiply = activation.verb == Verb::silu_mul ? kernels_.silu_mul : kernels_.gelu_tanh_mul;
+  const size_t prepared = static_cast<size_t>(rounding.prepared);
+  float* const gate_up = gated_scratch_[static_cast<size_t>(thread)].as<float>();
+  for (int64_t first = part.first_strip; first < part.last_strip; first += step) {
+    const int64_t strips = std::min(step, part.last_strip - first), columns = strips * kStrip;
+    for (const int64_t side : {0, 1}) {
+      const int64_t at = side * half + first;
+      kernels_.linear(strips_of(weight, at, at + strips), input, linear.bias == nullptr ? nullptr : linear.bias + at * kStrip,
+                      gate_up + side * columns, 2 * columns, 0, rows, 0, strips);
+    }
+    float* const product = gate_up + rows * 2 * columns;
+    multiply(gate_up, product, columns, 0, rows);
+    kernels_.prepare_columns(compiled_.prepared[prepared].form, product, prepared_[prepared], inner, first * kStrip, columns,
+                             part.first_row, part.last_row);
+  }
 }
 
 void Runner::run_sample(const Step& step, int64_t row, int thread) {

@@ -96,6 +96,10 @@ class Runner final : public Work {
   struct Tiling {
     int64_t rows_per_tile, rows_per_part, strips_per_tile, total;
   };
+  struct Part {    // of a linear's output
+    int64_t first_row, last_row, first_strip, last_strip;
+    bool is_empty() const { return first_row >= last_row; }
+  };
   struct MergeJob {
     int32_t token, num_segments, partial_segments;
     int64_t partial;
@@ -126,6 +130,9 @@ class Runner final : public Work {
 
   void plan();
   Tiling tile_linear(const Weight& weight, int64_t num_rows, int64_t num_tiles) const;
+  Tiling tile_gated(const Weight& weight, int64_t num_rows) const;
+  Tiling tile_strips(int64_t strips, int64_t bytes, int64_t step, int64_t num_rows, int64_t num_tiles) const;
+  static Part part_of(const Tiling& tiling, int64_t num_strips, int tile, int64_t first, int64_t last);
   void plan_attention(AttentionPlan& plan);
   void find_row_tiles(AttentionPlan& plan) const;
   void add_jobs(AttentionPlan& plan, const RowTile& tile, int64_t heads_per_job, int64_t num_pieces) const;
@@ -135,6 +142,8 @@ class Runner final : public Work {
 
   void run_rows(const Step& step, int64_t first, int64_t last);
   void run_linear(const Step& step, const Weight& weight, const Tiling& tiling, int tile, int64_t first, int64_t last);
+  void run_gated(const Op& op, const Tiling& tiling, int tile, int thread);
+  Activations input_of(const Step& linear) const;
   void run_sample(const Step& step, int64_t row, int thread);
 
   // runner_experts.cpp
@@ -160,7 +169,8 @@ class Runner final : public Work {
   std::vector<Memory> buffers_;
   std::vector<Memory> prepared_memory_;
   std::vector<Activations> prepared_;
-  std::vector<Memory> sample_scratch_;
+  std::vector<Memory> sample_scratch_;    // one a thread
+  std::vector<Memory> gated_scratch_;     // likewise: some rows and columns of gate and up, then of their product
   Memory partials_;
   int logits_buffer_ = -1;
   int64_t capacity_tokens_ = 0, capacity_wanted_ = 0;

@@ -25,6 +25,7 @@ const KernelTable PL_JOIN(kernels_, PACELINE_ISA) = {
     PACELINE_ISA::combine,
     PACELINE_ISA::exp_values,
     PACELINE_ISA::prepare,
+    PACELINE_ISA::prepare_columns,
     PACELINE_ISA::linear,
     PACELINE_ISA::rope_write_kv,
     PACELINE_ISA::attend,

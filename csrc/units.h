@@ -33,6 +33,8 @@ void combine(const float* x, const float* routes, const int32_t* rows, int64_t t
              int64_t last);
 void exp_values(const float* x, float* out, int64_t count);
 void prepare(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first, int64_t last);
+void prepare_columns(Form form, const float* x, const Activations& out, int64_t num_inputs, int64_t first_column,
+                     int64_t num_columns, int64_t first, int64_t last);
 
 void linear(const Weight& w, const Activations& a, const float* bias, float* out, int64_t out_stride, int64_t first_row,
             int64_t last_row, int64_t first_strip, int64_t last_strip);

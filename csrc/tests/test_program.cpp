@@ -22,7 +22,9 @@ enum BufferId {
 
 class Recorder {
  public:
-  explicit Recorder(Form form, bool has_experts = false) : form_(form), has_experts_(has_experts), random_(99) {
+  // has_witness: somebody else reads what gate and up's activation writes, so that it has to be written.
+  explicit Recorder(Form form, bool has_experts = false, bool has_witness = false)
+      : form_(form), has_experts_(has_experts), has_witness_(has_witness), random_(99) {
     for (int64_t width : {kHidden, kHidden, kQKVWidth, kQWidth, kQWidth, kHidden, 2 * kInner, kInner}) buffer(Rows::tokens, width);
     buffer(Rows::wanted, kHidden);
     buffer(Rows::wanted, kVocab);
@@ -102,6 +104,7 @@ class Recorder {
     node("linear", {normed}, gate_up, {matrix(at + "gate_up", 2 * kInner, kHidden)});
     node("silu_mul", {gate_up}, activated);
     node("linear", {activated}, residual, {matrix(at + "down", kHidden, kInner)});
+    if (has_witness_) node("scale", {activated}, activated, {}, {{"factor", 0.5}});
   }
 
   void record_experts(const std::string& at) {
@@ -120,7 +123,7 @@ class Recorder {
   }
 
   Form form_;
-  bool has_experts_;
+  bool has_experts_, has_witness_;
   Random random_;
 };
 
@@ -212,6 +215,29 @@ void test_form(const KernelTable& table, Form form, bool is_bf16, bool has_exper
   }
 }
 
+// Gate and up, their activation and its rounding run as one operation, or as two: the same bits, whatever the tiles.
+void test_gated(const KernelTable& table, Form form) {
+  Check check(std::string(table.name) + " program, gate and up as one operation, " + form_name(form));
+  const KVSpec kv = {kLayers, kKVHeads, kHeadDim, kBlockSize, kBlocks, true};
+  const auto num_gated = [&](const ProgramSpec& spec) {
+    const std::vector<Op> ops = compile(spec, kv).ops;
+    return std::count_if(ops.begin(), ops.end(), [](const Op& op) { return op.kind == Op::gated; });
+  };
+  const ProgramSpec as_one = Recorder(form).spec, as_two = Recorder(form, false, true).spec;
+  check.expect(num_gated(as_one) == (form == Form::f32 ? 0 : kLayers), "one operation a layer, but in f32");
+  check.expect(num_gated(as_two) == 0, "none where somebody else reads its parts");
+  check.expect(num_gated(Recorder(form, true).spec) == 0, "none of experts");
+  for (int num_threads : {1, 3}) {
+    Runner one(table, num_threads, as_one, kv), two(table, num_threads, as_two, kv);
+    for (int length : {1, 2, 17, 48, 49, 64, 130}) {
+      const std::vector<int32_t> prompt = tokens_of(length, 5);
+      const std::vector<float> got = run_step(one, {{prompt, 0, length, 0, 1}}), right = run_step(two, {{prompt, 0, length, 0, 1}});
+      check.expect(got.size() == kVocab && right.size() == kVocab, "%d tokens: no logits", length);
+      if (got.size() == kVocab && right.size() == kVocab) check.same_bits(got.data(), right.data(), kVocab, "tokens", length);
+    }
+  }
+}
+
 StepInput empty_step(const int32_t* row_starts) {
   StepInput in{};
   in.row_starts = row_starts;
@@ -254,6 +280,7 @@ void test_company(const KernelTable& table) {
 void test_program(const KernelTable& table) {
   for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_form(table, form, true);
   test_form(table, Form::int4, false);
+  for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_gated(table, form);
   for (Form form : {Form::f32, Form::int8}) test_form(table, form, true, true);
   test_company(table);
 }
