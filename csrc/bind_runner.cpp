@@ -72,7 +72,8 @@ int64_t whole_number(nb::dict given, const char* key) {
 }
 
 KVSpec kv_spec(nb::dict given) {
-  static const char* const names[] = {"num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", "dtype"};
+  static const char* const names[] = {"num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", "dtype",
+                                      "pages"};
   for (auto item : given) {
     const std::string name = nb::cast<std::string>(item.first);
     bool is_known = false;
@@ -86,6 +87,13 @@ KVSpec kv_spec(nb::dict given) {
     refuse("kv: dtype must be bf16 or f32");
   }
   spec.is_bf16 = dtype == "bf16";
+  if (given.contains("pages")) {
+    std::string pages;
+    if (!nb::try_cast(nb::handle(given["pages"]), pages) || (pages != "early" && pages != "late")) {
+      refuse("kv: pages must be early or late");
+    }
+    spec.has_early_pages = pages == "early";
+  }
   return spec;
 }
 

@@ -46,6 +46,7 @@ struct ProgramSpec {
 struct KVSpec {
   int64_t num_layers, num_kv_heads, head_dim, block_size, num_blocks;
   bool is_bf16;
+  bool has_early_pages = false;    // the system gives its memory in the background, not as it is written
 };
 
 enum class Verb {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "kernels.h"
@@ -47,18 +48,24 @@ class Memory {
   size_t size_ = 0;
 };
 
-// The cache: zero pages that the system hands out when they are first written.
+// The cache: zero pages that the system hands out when they are first touched. That takes a step of a prompt longer than
+// writing them does, so a thread may touch them all beforehand, in the time that nobody else wants.
 class KVMemory {
  public:
-  explicit KVMemory(size_t num_bytes);
+  KVMemory(size_t num_bytes, bool has_early_pages);
   ~KVMemory();
   KVMemory(const KVMemory&) = delete;
   KVMemory& operator=(const KVMemory&) = delete;
   uint8_t* data() const { return data_; }
 
  private:
+  void touch();
+
   uint8_t* data_;
   size_t size_;
+  const int64_t process_ = process_id();
+  std::atomic<bool> stop_{false};
+  std::thread toucher_;
 };
 
 struct ProfileLine {

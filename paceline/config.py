@@ -83,6 +83,10 @@ class CacheConfig:
     num_kv_blocks: int | None = knob(None, "KV blocks in the pool; default: what kv_memory_bytes holds", least=1)
     kv_memory_bytes: int = knob(1 << 30, "bytes for the KV pool when num_kv_blocks is not given", least=1)
     prefix_cache: str = knob("hash", "reuse of equal prompt prefixes: none or hash")
+    kv_pages: str = knob("early", "when the system gives the memory of the KV pool: early (after the start, in time "
+                         "that nobody else wants; all of it stays resident) or late (as it is first written, which "
+                         "makes prompts some 8% slower until all of the pool has been used)",
+                         choices=("early", "late"))
 
     def __post_init__(self) -> None:
         _check(self)

@@ -66,6 +66,7 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "memory_available_bytes": available,
             "largest_pool_blocks": None if available is None else available // kv.bytes_per_block,
             "pool_fits_memory": available is None or kv_bytes(kv) <= available,
+            "kv_pages": kv.pages,
         },
         "packing": {"conversions": loaded.conversions},
         "processor": {

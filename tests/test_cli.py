@@ -335,6 +335,7 @@ EFFECTS = [    # flag, value, and where info shows it
     ("--num-kv-blocks", "9", "memory.kv_blocks"),
     ("--kv-memory-bytes", "10000000", "memory.kv_blocks"),
     ("--prefix-cache", "none", "schedule.prefix_cache"),
+    ("--kv-pages", "late", "memory.kv_pages"),
     ("--max-num-seqs", "3", "schedule.max_num_seqs"),
     ("--max-num-batched-tokens", "31", "schedule.max_num_batched_tokens"),
     ("--watermark", "0.2", "schedule.watermark"),

@@ -58,6 +58,7 @@ class KVSpec:
     block_size: int        # tokens a block holds
     num_blocks: int
     dtype: str             # f32 or bf16
+    pages: str = "late"    # when the system gives the memory: as it is written, or early, in the background
 
     @property
     def bytes_per_block(self) -> int:

@@ -16,7 +16,8 @@ from ..ops.machine import available_memory_bytes
 def kv_spec(model: ModelSpec, groups: Sequence[LayerGroup], cache: CacheConfig, kv_dtype: str) -> KVSpec:
     """The pool that the configuration asks for: num_kv_blocks, or what kv_memory_bytes holds."""
     shape = KVSpec(num_layers=max(len(group.layers) for group in groups), num_kv_heads=model.num_kv_heads,
-                   head_dim=model.head_dim, block_size=cache.block_size, num_blocks=0, dtype=kv_dtype)
+                   head_dim=model.head_dim, block_size=cache.block_size, num_blocks=0, dtype=kv_dtype,
+                   pages=cache.kv_pages)
     return replace(shape, num_blocks=cache.num_kv_blocks or num_blocks_for(cache.kv_memory_bytes, shape))
 
 

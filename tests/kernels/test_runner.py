@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,12 +62,12 @@ def record(kernels: ModuleType, form: str) -> Program:
 
 
 def bind(kernels: ModuleType, path: str, program: Program, num_threads: int = 1, block_size: int = 16,
-         num_blocks: int = 64, dtype: str = "bf16") -> Any:
+         num_blocks: int = 64, dtype: str = "bf16", pages: str = "late") -> Any:
     buffers = [(b.buffer_id, b.rows, b.width) for b in program.buffers]
     nodes = [(n.verb, list(n.inputs), -1 if n.output is None else n.output, list(n.weights), dict(n.attrs))
              for n in program.nodes]
     kv = {"num_layers": LAYERS, "num_kv_heads": program.num_kv_heads, "head_dim": program.head_dim,
-          "block_size": block_size, "num_blocks": num_blocks, "dtype": dtype}
+          "block_size": block_size, "num_blocks": num_blocks, "dtype": dtype, "pages": pages}
     return kernels.Runner(path, num_threads, buffers, nodes, dict(program.weights), program.num_heads,
                           program.num_kv_heads, program.head_dim, program.vocab_size, kv)
 
@@ -362,7 +365,8 @@ def test_a_bad_program_is_refused_by_node(kernels: ModuleType, node: tuple[Any, 
 def test_a_bad_cache_is_refused(kernels: ModuleType) -> None:
     good = ("add", [0, 1], 0, [], {})
     for changes, message in (({"block_size": 24}, "block_size must be 16, 32 or 64"), ({"dtype": "x"}, "dtype must be"),
-                             ({"head_dim": 32}, "the cache's heads"), ({"pages": 3}, "unknown entry pages")):
+                             ({"head_dim": 32}, "the cache's heads"), ({"leaves": 3}, "unknown entry leaves"),
+                             ({"pages": "soon"}, "pages must be early or late")):
         with pytest.raises(ValueError, match=message):
             one_node(kernels, good, **changes)
     with pytest.raises(ValueError, match="path"):
@@ -392,8 +396,33 @@ def test_a_closed_runner_says_so(kernels: ModuleType) -> None:
         step_of(runner)
 
 
-def test_a_forked_process_is_refused_and_can_leave(kernels: ModuleType) -> None:
-    runner = bind(kernels, "portable", record(kernels, "int8"), num_threads=3)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere all of the pool is written at the start")
+def test_early_pages_become_resident_by_themselves_and_change_no_bit(kernels: ModuleType, path: str) -> None:
+    program = record(kernels, "int8")
+    outcomes, num_blocks, grown = [], (64 << 20) // (16 * 2 * LAYERS * KV_HEADS * DIM * 2), {}
+    for pages in ("late", "early"):
+        before = resident_bytes()
+        runner = bind(kernels, path, program, num_threads=2, num_blocks=num_blocks, pages=pages)
+        requests = Requests(runner, prompts())    # written while its pages are touched
+        for row in range(len(prompts())):
+            requests.generate(row, 20)
+        outcomes.append([requests.outcome(row) for row in range(len(prompts()))])
+        deadline = time.monotonic() + 60
+        while pages == "early" and resident_bytes() - before < 48 << 20 and time.monotonic() < deadline:
+            os.sched_yield()
+        grown[pages] = resident_bytes() - before
+        runner.close()
+    assert outcomes[0] == outcomes[1]
+    assert grown["late"] < 16 << 20 and grown["early"] >= 48 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("pages", ["late", "early"])
+def test_a_forked_process_is_refused_and_can_leave(kernels: ModuleType, pages: str) -> None:
+    runner = bind(kernels, "portable", record(kernels, "int8"), num_threads=3, num_blocks=1 << 17, pages=pages)
     before = step_of(runner)
     child = os.fork()
     if child == 0:    # threads do not survive a fork: a step is refused, and freeing the runner waits for nobody
