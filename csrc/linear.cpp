@@ -135,6 +135,7 @@ struct IntTile {
 
 // d * scale: what a group's integer dot product is worth.
 struct Product {
+  static constexpr bool asks_twice = false;
   __attribute__((always_inline)) explicit Product(const uint16_t* d) : d_(load_f16(d)) {}
   __attribute__((always_inline)) f32x16 times(const float* scale) const { return mul(d_, set1(*scale)); }
 
@@ -145,6 +146,7 @@ struct Product {
 // The same bits where d is a power of two and the scale passes are_ordinary: its exponent is added to the scale's. Additions
 // have ports of their own beside the multiplications, which are what a linear of many rows is made of (docs/log.md).
 struct PowerProduct {
+  static constexpr bool asks_twice = true;    // for weights, the second time from the second cache into the first
   __attribute__((always_inline)) explicit PowerProduct(const uint16_t* d) : exponent_(sub_i32(as_i32(load_f16(d)), set1_i32(0x3f800000))) {}
   __attribute__((always_inline)) f32x16 times(const float* scale) const {
     int32_t bits;
@@ -204,6 +206,9 @@ void tile_int8_of(const Tile& tile) {
     quad8 weight[8];
     PL_UNROLL for (int quad = 0; quad < 8; ++quad) weight[quad] = load_quad8(w + quad * 4 * kStrip);
     PL_UNROLL for (int line = 0; line < kInt8Lines; ++line) ask_for(w + line * 64 + kInt8Ahead);
+    if constexpr (Scale::asks_twice && R >= 8) {
+      PL_UNROLL for (int line = 0; line < kInt8Lines; ++line) prefetch(w + line * 64 + 2 * int8_block_bytes);
+    }
     const Scale d(reinterpret_cast<const uint16_t*>(w + 32 * kStrip));
     GroupCursor at = t.first;
     PL_UNROLL for (int r = 0; r < whole; r += kRowsAtOnce) add_int8_group<kRowsAtOnce>(acc + r, weight, d, t, at);
