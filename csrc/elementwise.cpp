@@ -324,11 +324,14 @@ void prepare_columns(Form form, const float* x, const Activations& out, int64_t 
   for (int64_t row = first; row < last; ++row, x += num_columns) {
     Activations to = out;    // as if it began with these columns of this row
     const int64_t at = row * num_inputs + first_column;
-    to.bf16 = out.bf16 + at;
-    to.q = out.q + at;
-    to.scale = out.scale + at / kGroup;
-    to.scaled_sum = out.scaled_sum + at / kGroup;
-    to.start = out.start + at / kGroup;
+    if (form == Form::bf16) {
+      to.bf16 = out.bf16 + at;
+    } else if (form != Form::f32) {
+      to.q = out.q + at;
+      to.scale = out.scale + at / kGroup;
+      to.scaled_sum = out.scaled_sum + at / kGroup;
+      to.start = out.start + at / kGroup;
+    }
     prepare(form, x, to, num_columns, 0, 1);
   }
 }

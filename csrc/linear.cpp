@@ -147,7 +147,8 @@ struct Product {
 // have ports of their own beside the multiplications, which are what a linear of many rows is made of (docs/log.md).
 struct PowerProduct {
   static constexpr bool asks_twice = true;    // for weights, the second time from the second cache into the first
-  __attribute__((always_inline)) explicit PowerProduct(const uint16_t* d) : exponent_(sub_i32(as_i32(load_f16(d)), set1_i32(0x3f800000))) {}
+  __attribute__((always_inline)) explicit PowerProduct(const uint16_t* d)
+      : exponent_(sub_i32(as_i32(load_f16(d)), set1_i32(0x3f800000))) {}
   __attribute__((always_inline)) f32x16 times(const float* scale) const {
     int32_t bits;
     memcpy(&bits, scale, 4);
@@ -289,14 +290,19 @@ struct FormKernels {
 // Whether exponents of d (f16) can be added to all `count` scales: none is 0, not finite, or so near to the ends that the
 // product would leave the ordinary numbers.
 bool are_ordinary(const float* scales, int64_t count) {
-  const i32x16 least = set1_i32(0x0d800000), most = set1_i32(0x71800000);    // 2^-100, 2^100
-  uint32_t others = 0;
-  for (int64_t i = 0; i < count; i += 16) {
-    const int n = static_cast<int>(count - i < 16 ? count - i : 16);
-    const i32x16 scale = as_i32(load_first(scales + i, n));
-    others |= bits(mask_and(first_lanes(n), mask_or(less_i32(scale, least), less_i32(most, scale))));
+  const i32x16 ones = set1_i32(-1);
+  i32x16 most = set1_i32(0), most_inverted = set1_i32(INT32_MIN);    // of ~scale, whose order is the other way round
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const i32x16 scale = load_i32(scales + i);
+    most = max_i32(most, scale);
+    most_inverted = max_i32(most_inverted, xor_i32(scale, ones));
   }
-  return others == 0;
+  const mask16 rest = first_lanes(static_cast<int>(count - i));
+  const i32x16 last = as_i32(load_first(scales + i, static_cast<int>(count - i)));
+  most = max_i32(most, last);
+  most_inverted = max_i32(most_inverted, select_i32(rest, xor_i32(last, ones), most_inverted));
+  return reduce_max_i32(most) <= 0x71800000 && ~reduce_max_i32(most_inverted) >= 0x0d800000;    // 2^100, 2^-100
 }
 #endif
 
