@@ -102,6 +102,13 @@ float power_of_two_from(float value) {
   return std::max(power, 0x1p-24f);
 }
 
+// Block types that dtype auto turns into int8: whoever chose such a file gets the closest step. The others come to int8 only
+// where somebody asked for it, which is for speed. As paceline/ops/numpy_pack.py.
+bool takes_any_step(SourceType type) {
+  return type == SourceType::q5_1 || type == SourceType::q2_k || type == SourceType::q3_k || type == SourceType::q5_k ||
+         type == SourceType::q6_k;
+}
+
 bool is_power_of_two(uint16_t f16) {
   const int mantissa = f16 & 0x3ff;
   return (f16 & 0x7c00) != 0 ? mantissa == 0 : mantissa != 0 && (mantissa & (mantissa - 1)) == 0;
@@ -135,7 +142,8 @@ Fault pack_group_int8(const Row& row, int64_t first, int, int lane, uint8_t* str
   decode(row.type, row.data, first, kGroup, values);
   const Range range = range_of(values);
   if (!range.is_finite) return Fault::not_finite;
-  const uint16_t scale = float_to_f16(power_of_two_from(std::max(-range.low, range.high) / 127.0f));
+  const float step = std::max(-range.low, range.high) / 127.0f;
+  const uint16_t scale = float_to_f16(takes_any_step(row.type) ? step : power_of_two_from(step));
   if (!f16_is_finite(scale)) return Fault::scale_too_large;
   uint8_t q[kGroup];
   quantize(values, 0.0f, f16_to_float(scale), -127.0f, 127.0f, 128, q);

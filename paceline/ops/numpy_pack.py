@@ -5,8 +5,9 @@ f16, which loses far less than quantising anew: Q4_K in int4, and MXFP4 in int8 
 Otherwise values are rounded to nearest even:
   bf16   each value
   int8   groups of 32 inputs: d = the least power of two >= max|w| / 127 (and >= 2^-24), q = round(w / d) in
-         [-127, 127], w' = d q. A d of any value would be closer, by a third in the divergence of a real model
-         (docs/log.md), but costs one of ten multiplications of a linear with many rows
+         [-127, 127], w' = d q. A d of any value is closer, by a quarter in the divergence of a real model
+         (docs/log.md), but costs one of ten multiplications of a linear with many rows: the block types that auto
+         packs as int8 (ANY_STEP) get d = f16(max|w| / 127), the others come to int8 only when asked for by name
   int4   groups of 32 inputs: q = round((w - m) / d) in [0, 15], w' = d q + m. d = f16((max - min) / 15), m = f16(min),
          or what a search around them finds to be closer, in the sense of the sum of (|w| + rms) (w' - w)^2
 """
@@ -27,6 +28,7 @@ GROUP = 32
 INT4_STEPS = np.linspace(-1, 1, 9, dtype=np.float32)
 INT4_SLAB = 1 << 14     # groups that are searched at once: bounds the memory
 INPUTS_MULTIPLE = {"f32": 1, "bf16": 2, "int8": GROUP, "int4": GROUP}
+ANY_STEP = {"Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K"}
 LOSSLESS = {"f32": set(BLOCKS), "bf16": {"BF16", "MXFP4"}, "int8": {"Q8_0", "Q5_0", "IQ4_NL"}, "int4": {"Q4_0", "Q4_1"}}
 
 
@@ -42,6 +44,8 @@ def rounded_to_form(source: SourceTensor, form: str) -> F32:
         if (source.source_type, form) in KEEPS_QUANTS:
             raw = source.raw if source.row_order is None else source.raw[source.row_order]
             values = KEEPS_QUANTS[source.source_type, form](np.ascontiguousarray(raw)).reshape(values.shape)
+        elif form == "int8" and source.source_type in ANY_STEP:
+            values = _to_int8_of_any_step(values)
         elif source.source_type not in LOSSLESS[form]:
             values = ROUNDERS[form](values)
     if not np.isfinite(values).all():
@@ -58,8 +62,16 @@ def to_bf16(values: F32) -> F32:
 
 
 def to_int8(values: F32) -> F32:
+    return _int8_groups(values, _power_of_two_from)
+
+
+def _to_int8_of_any_step(values: F32) -> F32:
+    return _int8_groups(values, lambda steps: steps)
+
+
+def _int8_groups(values: F32, to_step: Callable[[F32], F32]) -> F32:
     groups = values.reshape(-1, GROUP)
-    d = _f16(_power_of_two_from(np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)))
+    d = _f16(to_step(np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)))
     return (d * _quants(groups, d, -127, 127)).reshape(values.shape)
 
 

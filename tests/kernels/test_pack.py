@@ -89,7 +89,8 @@ def test_rounding_goes_to_the_nearest_value_of_the_form(kernels: ModuleType, wei
     tiny = 2.0**-24
     assert (error["f32"] == 0).all()
     assert (error["bf16"] <= np.abs(groups) * 2.0**-8 + 2.0**-133).all()
-    assert (error["int8"] <= np.maximum(2 * amax / 127, tiny) * 0.5).all()    # half a step, less than twice amax / 127
+    step = np.exp2(np.ceil(np.log2(np.maximum(amax / 127, tiny))))
+    assert (error["int8"] <= step / 2).all()
 
 
 def test_eight_bit_values_follow_the_stated_formula(kernels: ModuleType) -> None:

@@ -49,12 +49,20 @@ def test_a_form_that_can_hold_the_source_loses_nothing(source_type: str, form: s
     np.testing.assert_array_equal(backend.unpack(backend.pack([source], form)), dequantize(source))
 
 
-@pytest.mark.parametrize(("form", "steps"), [("bf16", 128), ("int8", 63.5)])    # powers of two
-def test_other_sources_are_rounded_to_the_nearest_value_of_the_form(form: str, steps: int) -> None:
-    rounded = rounded_to_form(encoded("w", VALUES, "F32"), form)
-    largest, errors = np.abs(VALUES).reshape(-1, 32).max(axis=1), np.abs(rounded - VALUES).reshape(-1, 32)
+@pytest.mark.parametrize(("form", "steps", "source_type"), [("bf16", 128, "F32"), ("int8", 127, "Q6_K")])
+def test_other_sources_are_rounded_to_the_nearest_value_of_the_form(form: str, steps: int, source_type: str) -> None:
+    source = encoded("w", VALUES, "F32") if source_type == "F32" else blocks.source(source_type, 12, 256)
+    values = dequantize(source)
+    errors = np.abs(rounded_to_form(source, form) - values).reshape(-1, 32)
+    largest = np.abs(values).reshape(-1, 32).max(axis=1)
     assert (errors.max(axis=1) <= 0.52 * largest / steps + 0.001 * largest).all()
     assert errors.max() > 0
+
+
+def test_int8_of_plain_values_takes_the_nearest_multiple_of_a_power_of_two() -> None:
+    errors = np.abs(rounded_to_form(encoded("w", VALUES, "F32"), "int8") - VALUES).reshape(-1, 32)
+    steps = np.exp2(np.ceil(np.log2(np.abs(VALUES).reshape(-1, 32).max(axis=1) / np.float32(127))))
+    assert (errors.max(axis=1) <= steps / 2).all() and errors.max() > 0
 
 
 def test_four_bits_lose_less_than_fifteen_even_steps_over_the_range_would() -> None:
