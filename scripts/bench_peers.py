@@ -106,8 +106,15 @@ class Load:
 
     @property
     def name(self) -> str:
-        model = "" if "qwen" not in self.bounds[0].ours[0] else "qwen-"
-        return f"{model}{self.workload}-{self.num_clients}"
+        return f"{'qwen-' if self._is_qwen else ''}{self.workload}-{self.num_clients}"
+
+    @property
+    def title(self) -> str:
+        return f"{'qwen2.5-0.5b shape, ' if self._is_qwen else ''}{self.workload}, {self.num_clients}"
+
+    @property
+    def _is_qwen(self) -> bool:
+        return "qwen" in self.bounds[0].ours[0]
 
     @property
     def contestants(self) -> list[str]:
@@ -250,12 +257,11 @@ def main() -> None:
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     for load in LOADS:
         if options.only is None or load.name in options.only:
-            title = f"{load.workload}, {load.num_clients}"
             cells = measure(load, options.folder, options.rounds)
-            rows = [row(title, bound, cells) for bound in load.bounds]
+            rows = [row(load.title, bound, cells) for bound in load.bounds]
             if load.in_process:
                 cells = measure_in_process(load, options.folder, options.rounds)
-                rows += [row(f"{title}, in process", bound, cells) for bound in load.in_process]
+                rows += [row(f"{load.title}, in process", bound, cells) for bound in load.in_process]
             print("\n".join(rows), flush=True)
 
 
