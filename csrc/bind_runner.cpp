@@ -99,7 +99,7 @@ KVSpec kv_spec(nb::dict given) {
 
 void make_runner(Runner* self, const std::string& path, int num_threads, const std::vector<BufferTuple>& buffers,
                  const std::vector<NodeTuple>& nodes, nb::dict weights, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t vocab_size, nb::dict kv) {
+                 int64_t head_dim, int64_t vocab_size, nb::dict kv, bool runs_ahead) {
   ProgramSpec spec;
   for (const auto& [id, rows, width] : buffers) {
     static const std::map<std::string, Rows> known = {
@@ -122,7 +122,7 @@ void make_runner(Runner* self, const std::string& path, int num_threads, const s
   const KVSpec cache = kv_spec(kv);
   const KernelTable& table = find_table(path);
   nb::gil_scoped_release unlocked;
-  new (self) Runner(table, num_threads, std::move(spec), cache);
+  new (self) Runner(table, num_threads, std::move(spec), cache, runs_ahead);
 }
 
 // --- a step ---
@@ -325,7 +325,7 @@ void bind_runner(nb::module_& m) {
   using namespace paceline;
   nb::class_<Runner>(m, "Runner", "A program bound to its weights, its cache and its threads; see paceline/ops/interface.py.")
       .def("__init__", &make_runner, "path"_a, "num_threads"_a, "buffers"_a, "nodes"_a, "weights"_a, "num_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "kv"_a)
+           "num_kv_heads"_a, "head_dim"_a, "vocab_size"_a, "kv"_a, "runs_ahead"_a = false)
       .def("step", &step, "token_ids"_a, "positions"_a, "row_starts"_a, "block_tables"_a, "wanted"_a, "copies"_a,
            "temperature"_a, "top_k"_a, "top_p"_a, "seed"_a, "prompt_index"_a, "choice_index"_a, "position"_a,
            "wants_logprob"_a, "extras"_a = nb::none(), "wants_logits"_a = false,
@@ -333,6 +333,7 @@ void bind_runner(nb::module_& m) {
            "before anything has changed, for any index out of range.")
       .def("poison", &poison, "block_ids"_a, "Fills blocks with NaN, so that a test notices whoever reads them.")
       .def_prop_ro("kv_bytes", &Runner::kv_bytes)
+      .def_prop_ro("num_joined", &Runner::num_joined, "Steps that were under way when they were asked for.")
       .def("close", &Runner::close, nb::call_guard<nb::gil_scoped_release>(), "Ends the threads and frees the cache.")
       .def("profile", &Runner::profile, "enable"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Starts (and clears) or stops the per-operation timers.")

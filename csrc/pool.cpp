@@ -117,10 +117,19 @@ void Pool::wake() {
 }
 
 void Pool::run() {
+  start();
+  finish();
+}
+
+void Pool::start() {
   const FloatState plain;
   const uint64_t state = open_next(-1, round_of(state_.load(std::memory_order_relaxed)) + 1, 0);
   if (is_open(state) && !workers_.empty()) wake();
-  walk(0, state);
+}
+
+void Pool::finish() {
+  const FloatState plain;
+  walk(0, state_.load(std::memory_order_acquire));
 }
 
 // Opens the next operation that has tiles, or closes the run if there is none. An operation of a single tile is not worth

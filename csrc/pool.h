@@ -46,6 +46,10 @@ class Pool {
   // Runs every operation of the work, in order, on all threads and the caller. One caller at a time. In a process forked
   // from the one that made the pool there are no workers: the caller does it all.
   void run();
+  // The same in two parts: start() leaves the work to the others, finish() joins them until it is done. A run that has been
+  // started is finished before the next.
+  void start();
+  void finish();
 
  private:
   // The next tile of one thread's share, as (round, operation, tile); a word of an earlier operation stands for the first.

@@ -26,9 +26,6 @@ constexpr int64_t kQueriesPerTile = 48;       // query heads of one KV head that
 
 std::string text(int64_t number) { return std::to_string(number); }
 
-// The first key that the query at `position` sees.
-int64_t first_key(int64_t position, int64_t window) { return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0; }
-
 void require(bool holds, const std::string& why) {
   if (!holds) throw std::invalid_argument(why);
 }
@@ -181,11 +178,12 @@ KVMemory::~KVMemory() {
 #endif
 }
 
-Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv)
-    : kernels_(kernels), spec_(std::move(spec)), compiled_(compile(spec_, kv)), kv_(cache_of(kv)) {
+Runner::Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv, bool runs_ahead)
+    : kernels_(kernels), spec_(std::move(spec)), compiled_(compile(spec_, kv)), kv_(cache_of(kv)),
+      num_spares_(runs_ahead && num_threads > 1 ? kSpareRows * static_cast<int64_t>(compiled_.group_windows.size()) : 0) {
   require(num_threads >= 1 && num_threads <= 1024, "num_threads must be from 1 to 1024, got " + text(num_threads));
   require(num_ops() <= Pool::kMaxOps, "the program has too many nodes");
-  kv_memory_ = std::make_unique<KVMemory>(static_cast<size_t>(kv_bytes()), kv.has_early_pages);
+  kv_memory_ = std::make_unique<KVMemory>(static_cast<size_t>(kv_bytes() + num_spares_ * kv_.bytes_per_block), kv.has_early_pages);
   kv_.data = kv_memory_->data();
   buffers_.resize(spec_.buffers.size());
   prepared_memory_.resize(compiled_.prepared.size());
@@ -216,7 +214,10 @@ Runner::~Runner() { close(); }
 // Waits for a step in progress. A forked process does not: whoever held the lock there has not come along.
 void Runner::close() {
   std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
-  if (process_ == process_id()) lock.lock();
+  if (process_ == process_id()) {
+    lock.lock();
+    leave_ahead();
+  }
   pool_.reset();
   kv_memory_.reset();
   buffers_.clear();
@@ -237,6 +238,16 @@ std::unique_lock<std::mutex> Runner::lock_open() const {
 
 void Runner::step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits) {
   const std::unique_lock<std::mutex> lock = lock_open();
+  if (logits == nullptr && is_ahead(in)) {
+    join_ahead(in, token_ids, logprobs);
+  } else {
+    leave_ahead();
+    run_step(in, token_ids, logprobs, logits);
+  }
+  if (logits == nullptr) go_ahead(in, token_ids);
+}
+
+void Runner::run_step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits) {
   pool_->wake();
   check(in);
   require(logits == nullptr || logits_buffer_ >= 0, "logits are wanted, but the program has no sample node");
@@ -252,8 +263,14 @@ void Runner::step(const StepInput& in, int32_t* token_ids, float* logprobs, floa
   }
 }
 
+int64_t Runner::num_joined() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_joined_;
+}
+
 void Runner::poison(const int32_t* block_ids, int64_t count) {
   const std::unique_lock<std::mutex> lock = lock_open();
+  leave_ahead();
   for (int64_t i = 0; i < count; ++i) {
     require(block_ids[i] >= 0 && block_ids[i] < kv_.num_blocks, "block id " + text(block_ids[i]) + " is out of range");
   }
@@ -309,7 +326,7 @@ void Runner::check_row(const StepInput& in, int64_t row) const {
 // The blocks that the row's tokens see or write; those behind a window are never read.
 void Runner::check_blocks(const StepInput& in, int64_t row, int64_t group) const {
   const int64_t num_blocks = in.positions[in.row_starts[row + 1] - 1] / kv_.block_size + 1;
-  const int64_t seen_from = first_key(in.positions[in.row_starts[row]], compiled_.group_windows[static_cast<size_t>(group)]);
+  const int64_t seen_from = first_key_of(in.positions[in.row_starts[row]], compiled_.group_windows[static_cast<size_t>(group)]);
   const int32_t* table = in.block_tables + (group * in.num_rows + row) * in.max_blocks;
   for (int64_t i = seen_from / kv_.block_size; i < num_blocks; ++i) {
     require(table[i] >= 0 && table[i] < kv_.num_blocks,
@@ -319,12 +336,13 @@ void Runner::check_blocks(const StepInput& in, int64_t row, int64_t group) const
 
 void Runner::copy_blocks(const StepInput& in) {
   for (int64_t i = 0; i < in.num_copies; ++i) {
-    const int64_t from = in.copies[2 * i];
-    const int64_t to = in.copies[2 * i + 1];
-    if (from == to) continue;
-    std::memcpy(kv_.data + to * kv_.bytes_per_block, kv_.data + from * kv_.bytes_per_block,
-                static_cast<size_t>(kv_.bytes_per_block));
+    if (in.copies[2 * i] != in.copies[2 * i + 1]) copy_block(in.copies[2 * i], in.copies[2 * i + 1]);
   }
+}
+
+void Runner::copy_block(int64_t from, int64_t to) {
+  std::memcpy(kv_.data + to * kv_.bytes_per_block, kv_.data + from * kv_.bytes_per_block,
+              static_cast<size_t>(kv_.bytes_per_block));
 }
 
 void Runner::take_batch(const StepInput& in) {
@@ -483,7 +501,7 @@ void Runner::find_row_tiles(AttentionPlan& plan) const {
   for (int32_t row = 0; row < batch_.num_rows; ++row) {
     for (int32_t first = batch_.row_starts[row]; first < batch_.row_starts[row + 1]; first += tile_tokens) {
       const int32_t last = std::min(first + tile_tokens, batch_.row_starts[row + 1]);
-      plan.row_tiles.push_back({row, first, last, first_key(batch_.positions[first], plan.window),
+      plan.row_tiles.push_back({row, first, last, first_key_of(batch_.positions[first], plan.window),
                                 batch_.positions[last - 1] + int64_t{1}});
     }
   }
@@ -516,7 +534,7 @@ void Runner::add_jobs(AttentionPlan& plan, const RowTile& tile, int64_t heads_pe
   if (num_pieces == 1) return;
   for (int32_t token = tile.first; token < tile.last; ++token) {
     const int64_t position = batch_.positions[token];
-    const int64_t skipped = first_key(position, plan.window) / kSegment - base;    // segments that the token has left behind
+    const int64_t skipped = first_key_of(position, plan.window) / kSegment - base;    // segments that the token has left behind
     plan.merges.push_back({token, static_cast<int32_t>(position / kSegment + 1 - base - skipped), static_cast<int32_t>(segments),
                            plan.num_partials + skipped * partial_size});
     plan.num_partials += spec_.num_heads * segments * partial_size;
@@ -526,7 +544,7 @@ void Runner::add_jobs(AttentionPlan& plan, const RowTile& tile, int64_t heads_pe
 int64_t Runner::job_cost(const AttendJob& job) const {
   const int64_t num_keys = batch_.positions[job.last - 1] + 1;
   const int64_t end = std::min<int64_t>(num_keys, int64_t{job.last_segment} * kSegment);
-  const int64_t begin = std::max(int64_t{job.first_segment} * kSegment, first_key(batch_.positions[job.first], job.window));
+  const int64_t begin = std::max(int64_t{job.first_segment} * kSegment, first_key_of(batch_.positions[job.first], job.window));
   return (job.last - job.first) * (job.last_head - job.first_head) * (end - begin);
 }
 
@@ -549,6 +567,7 @@ void Runner::group_jobs(AttentionPlan& plan, int64_t target) const {
 // ----------------------------------------------------------------------------------------------------------- operations
 
 void Runner::run(int index, int tile, int thread) {
+  if (is_given_up_.load(std::memory_order_relaxed)) return;
   const Op& op = compiled_.ops[static_cast<size_t>(index)];
   const Tiling& tiling = tilings_[static_cast<size_t>(index)];
   const Step& step = op.steps[0];
@@ -684,6 +703,7 @@ void Runner::run_sample(const Step& step, int64_t row, int thread) {
 
 void Runner::profile(bool enable) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  leave_ahead();
   is_profiling_ = enable;
   if (enable) timers_.assign(timers_.size(), Timer{});
 }

@@ -18,7 +18,14 @@ namespace paceline {
 constexpr int64_t kRowTile = 64;           // rows that a tile of a linear takes where there are many
 constexpr int64_t kTilesPerThread = 6;     // enough to end evenly; 3 and 12 are as fast (docs/log.md)
 
+constexpr int64_t kSpareRows = 8;          // rows that may need another block in a step that begins unasked
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The first key that the query at `position` sees; a window of 0 hides none.
+inline int64_t first_key_of(int64_t position, int64_t window) {
+  return window > 0 && position >= window ? position - window + 1 : 0;
+}
 
 // One step's arrays, as ForwardBatch (paceline/ops/interface.py) has them.
 struct StepInput {
@@ -76,7 +83,8 @@ struct ProfileLine {
 
 class Runner final : public Work {
  public:
-  Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv);
+  // runs_ahead: where it is known, the next step begins before it is asked for; needs a second thread.
+  Runner(const KernelTable& kernels, int num_threads, ProgramSpec spec, const KVSpec& kv, bool runs_ahead = false);
   ~Runner();
 
   // token_ids and logprobs [W]; logits [W][V] or null. What it throws, it throws before anything is changed:
@@ -85,13 +93,17 @@ class Runner final : public Work {
   void poison(const int32_t* block_ids, int64_t count);
   int64_t kv_bytes() const { return kv_.num_blocks * kv_.bytes_per_block; }
   int64_t vocab_size() const { return spec_.vocab_size; }
+  // Steps that were under way when they were asked for.
+  int64_t num_joined() const;
   void close();
 
   void profile(bool enable);
   std::vector<ProfileLine> profile_report() const;
 
   // Work
-  int num_ops() const override { return static_cast<int>(compiled_.ops.size()); }
+  int num_ops() const override {
+    return is_given_up_.load(std::memory_order_relaxed) ? 0 : static_cast<int>(compiled_.ops.size());
+  }
   int total(int op) const override { return totals_[static_cast<size_t>(op)].load(std::memory_order_relaxed); }
   void run(int op, int tile, int thread) override;
   void entered(int op) override;
@@ -128,10 +140,12 @@ class Runner final : public Work {
   };
 
   std::unique_lock<std::mutex> lock_open() const;
+  void run_step(const StepInput& in, int32_t* token_ids, float* logprobs, float* logits);
   void check(const StepInput& in) const;
   void check_row(const StepInput& in, int64_t row) const;
   void check_blocks(const StepInput& in, int64_t row, int64_t group) const;
   void copy_blocks(const StepInput& in);
+  void copy_block(int64_t from, int64_t to);
   void take_batch(const StepInput& in);
   void grow(int64_t num_tokens, int64_t num_wanted);
 
@@ -152,6 +166,30 @@ class Runner final : public Work {
   void run_gated(const Op& op, const Tiling& tiling, int tile, int thread);
   Activations input_of(const Step& linear) const;
   void run_sample(const Step& step, int64_t row, int thread);
+
+  // runner_ahead.cpp
+  struct Spare {    // who has spare block number num_blocks + i
+    int64_t group, row;
+  };
+  struct Ahead {    // a step that has been begun unasked
+    StepInput step;
+    std::vector<int32_t> token_ids, positions, row_starts, block_tables, wanted, top_k, drawn;
+    std::vector<float> temperature, top_p, logprobs;
+    std::vector<uint64_t> seed, position;
+    std::vector<uint32_t> prompt_index, choice_index;
+    std::vector<uint8_t> wants_logprob;
+    std::vector<Spare> spares;
+
+    void take(const StepInput& in, const int32_t* drawn_before);
+    bool has_sampling(const Sampling& asked) const;
+  };
+  bool can_go_ahead(const StepInput& in, const int32_t* drawn) const;
+  void go_ahead(const StepInput& in, const int32_t* drawn);
+  bool give_spares();
+  bool is_ahead(const StepInput& in) const;
+  bool has_blocks_ahead(const StepInput& in) const;
+  void join_ahead(const StepInput& in, int32_t* token_ids, float* logprobs);
+  void leave_ahead();
 
   // runner_experts.cpp
   void reserve_routes();
@@ -209,6 +247,12 @@ class Runner final : public Work {
   std::vector<Timer> timers_;
   int timed_op_ = -1;
   std::chrono::steady_clock::time_point timed_since_;
+
+  const int64_t num_spares_;    // blocks behind the cache; 0: no step begins unasked
+  Ahead ahead_{};
+  bool is_under_way_ = false;
+  int64_t num_joined_ = 0;
+  std::atomic<bool> is_given_up_{false};
 
   const int64_t process_ = process_id();
   mutable std::mutex mutex_;

@@ -173,7 +173,7 @@ def load_model(config: ModelConfig, progress: Callable[[int, int], None] | None 
     limit = files.spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is beyond what the model was trained for: {limit}")
-    backend = make_backend(config.isa, config.num_threads, notice)
+    backend = make_backend(config.isa, config.num_threads, notice, config.run_ahead == "on")
     max_model_len = config.max_model_len or limit
     check_weights_memory(estimated_weights_bytes(files.spec, files.weights, config.dtype))
     check_tables_memory(max_model_len, files.spec.rotated_dims)

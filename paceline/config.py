@@ -70,6 +70,9 @@ class ModelConfig:
     num_threads: int | None = knob(None, "compute threads; default: one per usable core", least=1, most=256)
     isa: str = knob("auto", "instruction-set path: auto, portable, avx2, avx512, or numpy (the slow reference)",
                     choices=ISA_NAMES)
+    run_ahead: str = knob("on", "on: while the schedule looks at what a step drew, idle threads begin the step that "
+                          "follows if everybody goes on, and give it up if another is asked for; the same bits. Needs "
+                          "two threads and the compiled kernels. off: they wait", choices=("on", "off"))
 
     def __post_init__(self) -> None:
         _check(self)

@@ -18,6 +18,7 @@ from .kv.groups import KVBudget
 from .model.decoder import estimated_weights_bytes, num_active_weights, num_matrix_weights, weights_bytes
 from .model.spec import ModelSpec
 from .ops.cpu import CpuBackend, available_paths, cpu_features
+from .ops.interface import Backend
 from .ops.machine import available_memory_bytes
 from .runner import quality
 from .runner.executor import ModelExecutor
@@ -68,12 +69,17 @@ def describe(config: EngineConfig) -> dict[str, dict[str, Any]]:
             "pool_fits_memory": available is None or kv_bytes(kv) <= available,
         },
         "packing": {"conversions": loaded.conversions},
-        "processor": {
-            "path": loaded.backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
-            "threads": getattr(loaded.backend, "num_threads", 1), "features": cpu_features(),
-        },
+        "processor": _processor(loaded.backend),
         "schedule": {name: getattr(config.scheduler, name) for name in config.scheduler.__dataclass_fields__}
         | {"prefix_cache": config.cache.prefix_cache},
+    }
+
+
+def _processor(backend: Backend) -> dict[str, Any]:
+    return {
+        "path": backend.path_name, "paths_that_run_here": [*available_paths(), "numpy"],
+        "threads": getattr(backend, "num_threads", 1), "features": cpu_features(),
+        "run_ahead": "on" if getattr(backend, "runs_ahead", False) else "off",
     }
 
 

@@ -331,6 +331,7 @@ EFFECTS = [    # flag, value, and where info shows it
     ("--max-model-len", "100", "memory.longest_request_tokens"),
     ("--num-threads", "3", "processor.threads"),
     ("--isa", "portable", "processor.path"),
+    ("--num-threads=2 --run-ahead", "off", "processor.run_ahead"),
     ("--block-size", "64", "memory.kv_block_tokens"),
     ("--num-kv-blocks", "9", "memory.kv_blocks"),
     ("--kv-memory-bytes", "10000000", "memory.kv_blocks"),

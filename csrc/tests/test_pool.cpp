@@ -77,7 +77,13 @@ void test_rounds(int num_threads, int num_rounds) {
     work.prepare(random);
     if (round % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(120)));
     if (round % 4 == 0) pool.wake();
-    pool.run();
+    if (round % 5 == 0) {    // in two parts, with something else between them
+      pool.start();
+      if (round % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(120)));
+      pool.finish();
+    } else {
+      pool.run();
+    }
     work.verify();
   }
 }

@@ -1,6 +1,7 @@
 // A whole step without Python: a two-layer decoder, recorded by hand, run on the thread pool; with a plain MLP or with experts.
 // A prompt gives the same logits in one step, in pieces, beside another row, in other blocks and on any number of threads.
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <thread>
 
@@ -275,6 +276,64 @@ void test_company(const KernelTable& table) {
   check.expect(was_refused, "a closed runner ran a step");
 }
 
+// One step of every row of `tokens`, a token each, behind those that it has: what was drawn is added.
+void draw(Runner& runner, std::vector<std::vector<int32_t>>& tokens, std::vector<float>& logprobs, int num_rows) {
+  const size_t rows = static_cast<size_t>(num_rows);
+  const int64_t max_blocks = kPositions / kBlockSize / 8;
+  std::vector<int32_t> token_ids, positions, row_starts{0}, wanted, tables;
+  for (int row = 0; row < num_rows; ++row) {
+    const std::vector<int32_t>& own = tokens[static_cast<size_t>(row)];
+    token_ids.push_back(own.back());
+    positions.push_back(static_cast<int32_t>(own.size()) - 1);
+    row_starts.push_back(row + 1);
+    wanted.push_back(row);
+    for (int64_t i = 0; i < max_blocks; ++i) tables.push_back(static_cast<int32_t>(row * max_blocks + i));
+  }
+  const std::vector<float> temperature(rows, 0.8f), top_p(rows, 0.9f);
+  const std::vector<int32_t> top_k(rows, 20);
+  const std::vector<uint64_t> seed(rows, 7), position(positions.begin(), positions.end());
+  const std::vector<uint32_t> index(rows, 0);
+  const std::vector<uint8_t> wants_logprob(rows, 1);
+  const StepInput in = {num_rows, num_rows, num_rows, 0, 1, max_blocks, token_ids.data(), positions.data(), row_starts.data(),
+                        tables.data(), wanted.data(), nullptr,
+                        {temperature.data(), top_k.data(), top_p.data(), seed.data(), index.data(), index.data(),
+                         position.data(), wants_logprob.data()}};
+  std::vector<int32_t> drawn(rows);
+  std::vector<float> of_drawn(rows);
+  runner.step(in, drawn.data(), of_drawn.data(), nullptr);
+  for (size_t row = 0; row < rows; ++row) tokens[row].push_back(drawn[row]);
+  logprobs.insert(logprobs.end(), of_drawn.begin(), of_drawn.end());
+}
+
+// Steps that begin before they are asked for, joined early, late or not at all: what they draw is what others draw.
+void test_ahead(const KernelTable& table) {
+  Check check(std::string(table.name) + " steps begun ahead");
+  const KVSpec kv = {kLayers, kKVHeads, kHeadDim, kBlockSize, kBlocks, true};
+  std::vector<std::vector<int32_t>> right;
+  std::vector<float> right_logprobs;
+  for (int num_threads = 1; num_threads <= 4; ++num_threads) {
+    Runner runner(table, num_threads, Recorder(Form::int8).spec, kv, true);
+    poison(runner);
+    std::vector<std::vector<int32_t>> tokens(4, std::vector<int32_t>{3});
+    std::vector<float> logprobs;
+    Random random(1), pauses(static_cast<uint64_t>(num_threads));
+    int num_rows = 4;
+    for (int step = 0; step < 70; ++step) {
+      if (random.below(5) == 0) num_rows = 1 + static_cast<int>(random.below(4));
+      if (num_threads > 1) std::this_thread::sleep_for(std::chrono::microseconds(pauses.below(100)));
+      draw(runner, tokens, logprobs, num_rows);
+    }
+    if (num_threads == 1) {
+      right = tokens;
+      right_logprobs = logprobs;
+      continue;
+    }
+    check.expect(runner.num_joined() > 20, "%d threads: %d joined", num_threads, static_cast<int>(runner.num_joined()));
+    check.expect(tokens == right, "%d threads: other tokens", num_threads);
+    check.same_bits(logprobs.data(), right_logprobs.data(), static_cast<int64_t>(right_logprobs.size()), "threads", num_threads);
+  }
+}
+
 }  // namespace
 
 void test_program(const KernelTable& table) {
@@ -283,6 +342,7 @@ void test_program(const KernelTable& table) {
   for (Form form : {Form::f32, Form::bf16, Form::int8, Form::int4}) test_gated(table, form);
   for (Form form : {Form::f32, Form::int8}) test_form(table, form, true, true);
   test_company(table);
+  test_ahead(table);
 }
 
 }  // namespace paceline::test

@@ -14,7 +14,7 @@ SLOW = (f"{MISSING}: no C++ compiler was found when this package was installed. 
         "which is correct and some hundred times slower. Install a compiler and reinstall to get the kernels.")
 
 
-def make_backend(isa: str, num_threads: int | None, warn: Callable[[str], None]) -> Backend:
+def make_backend(isa: str, num_threads: int | None, warn: Callable[[str], None], runs_ahead: bool = False) -> Backend:
     """The backend of a path. "auto" without compiled kernels falls back to numpy, and tells `warn` so, once."""
     if isa not in ISA_NAMES:
         raise ConfigError(f"isa={isa!r} is unknown; choose from {list(ISA_NAMES)}")
@@ -25,4 +25,4 @@ def make_backend(isa: str, num_threads: int | None, warn: Callable[[str], None])
     if isa == "auto" and load_kernels() is None:
         warn(SLOW)
         return NumpyBackend()
-    return CpuBackend(isa, num_threads)
+    return CpuBackend(isa, num_threads, runs_ahead)

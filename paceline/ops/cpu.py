@@ -45,7 +45,8 @@ def cpu_features() -> list[str]:
 class CpuBackend:
     """Kernels of one instruction-set path. path "auto" takes the best one this machine runs."""
 
-    def __init__(self, path: str = "auto", num_threads: int | None = None) -> None:
+    def __init__(self, path: str = "auto", num_threads: int | None = None, runs_ahead: bool = False) -> None:
+        """runs_ahead: of what it binds, the next step begins before it is asked for, where it is known."""
         kernels = load_kernels()
         if kernels is None:
             raise ConfigError(f"isa={path!r}: {MISSING}; choose numpy, or install a compiler and reinstall")
@@ -55,6 +56,7 @@ class CpuBackend:
         self._kernels: Any = kernels
         self._path = paths[0] if path == "auto" else path
         self.num_threads = usable_cores() if num_threads is None else num_threads
+        self.runs_ahead = runs_ahead and self.num_threads > 1
 
     @property
     def path_name(self) -> str:
@@ -86,7 +88,7 @@ class CpuBackend:
         try:
             return CpuRunner(self._kernels.Runner(
                 self._path, self.num_threads, buffers, nodes, weights, program.num_heads, program.num_kv_heads,
-                program.head_dim, program.vocab_size, asdict(kv)))
+                program.head_dim, program.vocab_size, asdict(kv), self.runs_ahead))
         except ValueError as error:
             raise ConfigError(f"the compiled kernels cannot run this model: {error}") from error
         except MemoryError as error:
@@ -122,6 +124,11 @@ class CpuRunner:
         nodes that work row by row; those of one name are added up."""
         report: list[tuple[str, int, float]] = self._runner.profile_report()
         return report
+
+    @property
+    def num_joined(self) -> int:
+        """Steps that were under way when they were asked for."""
+        return int(self._runner.num_joined)
 
     def close(self) -> None:
         self._runner.close()

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.ops.program import KVPlace, Program, ProgramRecorder
@@ -62,14 +64,14 @@ def record(kernels: ModuleType, form: str) -> Program:
 
 
 def bind(kernels: ModuleType, path: str, program: Program, num_threads: int = 1, block_size: int = 16,
-         num_blocks: int = 64, dtype: str = "bf16", pages: str = "late") -> Any:
+         num_blocks: int = 64, dtype: str = "bf16", pages: str = "late", runs_ahead: bool = False) -> Any:
     buffers = [(b.buffer_id, b.rows, b.width) for b in program.buffers]
     nodes = [(n.verb, list(n.inputs), -1 if n.output is None else n.output, list(n.weights), dict(n.attrs))
              for n in program.nodes]
     kv = {"num_layers": LAYERS, "num_kv_heads": program.num_kv_heads, "head_dim": program.head_dim,
           "block_size": block_size, "num_blocks": num_blocks, "dtype": dtype, "pages": pages}
     return kernels.Runner(path, num_threads, buffers, nodes, dict(program.weights), program.num_heads,
-                          program.num_kv_heads, program.head_dim, program.vocab_size, kv)
+                          program.num_kv_heads, program.head_dim, program.vocab_size, kv, runs_ahead)
 
 
 def ints(*values: int) -> NDArray[np.int32]:
@@ -80,8 +82,8 @@ class Requests:
     """A few requests on one runner: each keeps its tokens, its blocks and what it was given."""
 
     def __init__(self, runner: Any, prompts: Sequence[NDArray[np.int32]], block_size: int = 16, seed: int = 0,
-                 temperature: float = 0.8) -> None:
-        self.runner, self.temperature = runner, temperature
+                 temperature: float = 0.8, wants_logits: bool = True) -> None:
+        self.runner, self.temperature, self.wants_logits = runner, temperature, wants_logits
         self.tokens = [list(prompt) for prompt in prompts]
         self.num_computed = [0] * len(prompts)
         self.logits: list[list[bytes]] = [[] for _ in prompts]
@@ -106,13 +108,14 @@ class Requests:
             np.full(w, self.temperature, np.float32), np.full(w, 50, np.int32), np.full(w, 0.95, np.float32),
             np.array([rows[i] + 100 for i in wanting], np.uint64), np.zeros(w, np.uint32), np.zeros(w, np.uint32),
             np.array([len(self.tokens[rows[i]]) for i in wanting], np.uint64), np.ones(w, np.uint8),
-            wants_logits=True)[:3]
+            wants_logits=self.wants_logits)[:3]
         for row, count in counts.items():
             self.num_computed[row] += count
-        for i, token, logprob, row_logits in zip(wanting, ids, logprobs, logits, strict=True):
+        for at, (i, token, logprob) in enumerate(zip(wanting, ids, logprobs, strict=True)):
             self.tokens[rows[i]].append(int(token))
             self.logprobs[rows[i]].append(float(logprob))
-            self.logits[rows[i]].append(row_logits.tobytes())
+            if self.wants_logits:
+                self.logits[rows[i]].append(logits[at].tobytes())
 
     def generate(self, row: int, num_tokens: int, chunk: int = 1000) -> None:
         end = len(self.tokens[row]) + num_tokens
@@ -438,3 +441,89 @@ def test_a_forked_process_is_refused_and_can_leave(kernels: ModuleType, pages: s
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert (step_of(runner)[0] == before[0]).all()
+
+
+class Ahead(Requests):
+    """Five requests in blocks of 16, of which twice as many are there: what a schedule may ask of the next step."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner, prompts(), wants_logits=False)
+        self.free = [np.arange(40 + 8 * row, 48 + 8 * row, dtype=np.int32) for row in range(5)]
+        runner.poison(np.arange(40, 80, dtype=np.int32))
+
+    def step_rows(self, rows: Sequence[int], most: int = 1000, copies: NDArray[np.int32] | None = None) -> None:
+        counts = {row: min(most, len(self.tokens[row]) - self.num_computed[row]) for row in rows
+                  if len(self.tokens[row]) < 128}
+        if counts:
+            self.step(counts, copies)
+
+    def do(self, action: tuple[str, int]) -> None:
+        name, row = action
+        if name == "without":     # a request has ended, or waits
+            self.step_rows([r for r in range(5) if r != row])
+        elif name == "alone":
+            self.step_rows([row])
+        elif name == "turned":    # another order of the rows
+            self.step_rows([(r + row) % 5 for r in range(5)])
+        elif name == "pieces":    # of whoever has more than one token to compute
+            self.step_rows(range(5), most=3)
+        elif name == "warmer":
+            self.temperature = 1.3 - self.temperature
+            self.step_rows(range(5))
+        elif name == "moved":     # to other blocks, by a copy in the same step
+            self.tables[row], self.free[row] = self.free[row], self.tables[row].copy()
+            self.step_rows(range(5), copies=np.stack([self.free[row], self.tables[row]], axis=1))
+        elif name == "preempted":    # computed anew, in other blocks; nobody may look at the old ones
+            self.runner.poison(self.tables[row])
+            self.tables[row], self.free[row] = self.free[row], self.tables[row].copy()
+            self.num_computed[row] = 0
+            self.step_rows(range(5))
+        else:
+            self.step_rows(range(5))
+
+
+ACTIONS = ("all", "all", "all", "all", "without", "alone", "turned", "pieces", "warmer", "moved", "preempted")
+
+
+@settings(max_examples=30, deadline=None)
+@given(actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 4)), min_size=5, max_size=60))
+def test_a_step_begun_unasked_changes_nothing(kernels: ModuleType, actions: list[tuple[str, int]]) -> None:
+    program = record(kernels, "mixed")
+    plain, ahead = (Ahead(bind(kernels, kernels.paths()[0], program, num_threads, num_blocks=80, runs_ahead=runs_ahead))
+                    for num_threads, runs_ahead in ((1, False), (3, True)))
+    for action in actions:
+        plain.do(action)
+        ahead.do(action)
+    assert [plain.outcome(row) for row in range(5)] == [ahead.outcome(row) for row in range(5)]
+    for one in (plain, ahead):
+        one.runner.close()
+
+
+def test_who_goes_on_finds_the_next_step_under_way(kernels: ModuleType, path: str) -> None:
+    """Across the ends of blocks, whose successors nobody knew, and however many steps were given up before."""
+    program = record(kernels, "int8")
+    for num_threads, runs_ahead, num_joined in ((2, True, 38 + 19), (1, True, 0), (2, False, 0)):
+        requests = Ahead(bind(kernels, path, program, num_threads, num_blocks=80, runs_ahead=runs_ahead))
+        for _ in range(39):    # the first computes the prompts
+            requests.do(("all", 0))
+        requests.do(("without", 3))
+        for _ in range(20):    # and the first of these is not what was begun after that one
+            requests.do(("all", 0))
+        assert requests.runner.num_joined == num_joined
+        requests.runner.close()
+
+
+def test_a_wrong_step_leaves_what_was_begun_behind_it(kernels: ModuleType, path: str) -> None:
+    program = record(kernels, "int8")
+    plain, ahead = (Ahead(bind(kernels, path, program, 2, num_blocks=80, runs_ahead=runs_ahead))
+                    for runs_ahead in (False, True))
+    for requests in (plain, ahead):
+        requests.do(("all", 0))
+        right = requests.tables[0].copy()
+        requests.tables[0] = 80    # the first block behind the pool: a spare one, which is nobody's
+        with pytest.raises(ValueError, match="block id 80 of row 0 is out of range"):
+            requests.do(("all", 0))
+        requests.tables[0] = right
+        for _ in range(20):
+            requests.do(("all", 0))
+    assert [plain.outcome(row) for row in range(5)] == [ahead.outcome(row) for row in range(5)]
