@@ -527,3 +527,24 @@ def test_a_wrong_step_leaves_what_was_begun_behind_it(kernels: ModuleType, path:
         for _ in range(20):
             requests.do(("all", 0))
     assert [plain.outcome(row) for row in range(5)] == [ahead.outcome(row) for row in range(5)]
+
+
+def test_a_step_that_differs_in_blocks_alone_is_another(kernels: ModuleType, path: str) -> None:
+    program = record(kernels, "int8")
+    outcomes = []
+    for runs_ahead in (False, True):
+        requests = Ahead(bind(kernels, path, program, 2, num_blocks=80, runs_ahead=runs_ahead))
+        requests.tokens[0] = list(prompts()[3][::-1])    # as long as that of row 3
+        for _ in range(3):
+            requests.do(("all", 0))
+        requests.tables[[0, 3]] = requests.tables[[3, 0]]    # all that follows is nonsense, and the same one
+        requests.do(("all", 0))
+        for _ in range(2):
+            requests.do(("without", 2))
+        requests.tables[2], requests.free[2] = requests.free[2], requests.tables[2].copy()
+        requests.step_rows([0, 1, 3, 4], copies=np.stack([requests.free[2], requests.tables[2]], axis=1))
+        for _ in range(3):
+            requests.do(("all", 0))
+        outcomes.append([requests.outcome(row) for row in range(5)])
+        requests.runner.close()
+    assert outcomes[0] == outcomes[1]
