@@ -17,7 +17,6 @@ namespace paceline {
 
 constexpr int64_t kRowTile = 64;           // rows that a tile of a linear takes where there are many
 constexpr int64_t kTilesPerThread = 6;     // enough to end evenly; 3 and 12 are as fast (docs/log.md)
-
 constexpr int64_t kSpareRows = 8;          // rows that may need another block in a step that begins unasked
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
