@@ -57,7 +57,8 @@ def main() -> None:
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--context", type=int, help="tokens that a request has seen, on average; at least 51")
     arguments = parser.parse_args()
-    config = ModelConfig(model=arguments.model, dtype=arguments.dtype, isa=arguments.isa, max_model_len=2048)
+    config = ModelConfig(model=arguments.model, dtype=arguments.dtype, isa=arguments.isa, max_model_len=2048,
+                         run_ahead="off")    # whole steps, each in its own time
     loaded = load_model(config)
     schedule = SchedulerConfig(max_num_batched_tokens=PREFILL_TOKENS)
     engine = assemble(loaded, CacheConfig(prefix_cache="none", num_kv_blocks=2048), schedule)

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline import build, info
 from paceline.bench import kernel_parts, kernels, step_profile
 from paceline.bench.kernel_parts import StepShape, Work, step_batch
 from paceline.bench.kernels import BenchModel, Cell, KernelBench, Machine
 from paceline.cli import main
+from paceline.config import ModelConfig
 from paceline.model.decoder import record_decoder
 from paceline.model.spec import ModelSpec
 from paceline.ops.cpu import CpuBackend, load_kernels
@@ -202,3 +204,11 @@ def test_timers_change_no_bit() -> None:
     timed = runner.step(batch, wants_logits=True).logits    # type: ignore[call-arg]
     runner.close()
     assert plain is not None and timed is not None and np.array_equal(plain, timed)
+
+
+def test_a_timed_step_is_not_begun_before_it_is_timed(tmp_path: Path) -> None:
+    """The same step again and again is never the one that follows: begun ahead, it is given up beside the timed one."""
+    model = tiny.write_gguf(tmp_path / "model.gguf")
+    loaded = build.load_model(ModelConfig(model=str(model), num_threads=2, run_ahead="on"))
+    assert loaded.backend.runs_ahead    # type: ignore[attr-defined]
+    assert not info.bench_model(loaded).bind.__self__.runs_ahead    # type: ignore[attr-defined]
